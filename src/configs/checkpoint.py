@@ -1,0 +1,55 @@
+"""`[ckpt]`, `[resume]` and `[nan_guard]`."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from configs.base import BaseConfig
+
+
+class CheckpointConfig(BaseConfig):
+    """`[ckpt]`: checkpoints in <run_dir>/checkpoints/step_N."""
+
+    interval: int | None = Field(None, ge=1)
+    """Save after every interval-th step; the last step is always saved."""
+
+    keep_last: int | None = Field(None, ge=1)
+    """Keep only the newest checkpoints."""
+
+    keep_interval: int | None = Field(None, ge=1)
+    """Keep every checkpoint whose step is a multiple of this, whatever keep_last says."""
+
+    async_save: bool = True
+    """Write in the background while training goes on."""
+
+    skip_optimizer: bool = False
+    """On resume: start with empty optimizer moments."""
+
+    skip_dataloader: bool = False
+    """On resume: start at the data's first row."""
+
+    skip_scheduler: bool = False
+    """On resume: the learning-rate schedule starts anew at the resumed step."""
+
+    skip_progress: bool = False
+    """On resume: the step and token counters start at zero."""
+
+
+class ResumeConfig(BaseConfig):
+    """`[resume]`: go on from a checkpoint. Empty: the newest whole one of this run."""
+
+    step: int | None = Field(None, ge=0)
+    """Step of the checkpoint. Unset: the newest whole one."""
+
+    dir: Path | None = None
+    """Run directory to fork from. Unset: this run's own."""
+
+
+class NanGuardConfig(BaseConfig):
+    """`[nan_guard]`: what to do about steps whose loss or gradient is not finite (their update is always skipped)."""
+
+    max_consecutive: int = Field(10, ge=1)
+    """After this many such steps in a row the run goes back to its last checkpoint and passes over their rows."""
+
+    max_rewinds: int = Field(1, ge=0)
+    """How often it may go back before it stops with an error; 0 stops at once."""

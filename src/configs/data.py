@@ -1,0 +1,71 @@
+"""`[data]`: a union on `type`. Every type gives the same rows; see docs/data.md."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from configs.base import BaseConfig
+
+
+class RowsConfig(BaseConfig):
+    """What all data types share."""
+
+    seq_len: int = Field(2048, ge=2)
+    """Tokens per row."""
+
+    batch_size: int = Field(128, ge=1)
+    """Rows per optimizer step, over all ranks."""
+
+    micro_batch_size: int = Field(1, ge=1)
+    """Rows per rank and micro-batch."""
+
+    num_workers: int = Field(2, ge=0)
+    """Threads that fill batches ahead; 0 fills them in the training thread. The rows are the same for any number."""
+
+    seed: int = Field(0, ge=0)
+    """Seed of the order of rows."""
+
+    shuffle: bool = True
+    """Read the rows of each epoch in a random order, new every epoch."""
+
+    max_epochs: int | None = Field(None, ge=1)
+    """Bound on the planned passes over the data. With `max_steps` unset, the run takes all steps that fit in it."""
+
+    @model_validator(mode="after")
+    def _whole_micro_batches(self) -> "RowsConfig":
+        if self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"batch_size = {self.batch_size} is not a multiple of micro_batch_size = {self.micro_batch_size}"
+            )
+        return self
+
+
+class TokensDataConfig(RowsConfig):
+    """`type = "tokens"`: token shards written by datatrove's DocumentTokenizer (or `tokenize`)."""
+
+    type: Literal["tokens"]
+
+    paths: list[Path] = Field(min_length=1)
+    """Folders of `.ds` shards, or single shards, read as one pool in this order."""
+
+    document_masking: bool = True
+    """Attention and positions stay inside each document. Off: inside each row."""
+
+
+class FakeDataConfig(RowsConfig):
+    """`type = "fake"`: made-up tokens through the same path, for tests and speed."""
+
+    type: Literal["fake"]
+
+    length: Literal["fixed", "variable"] = "fixed"
+    """`fixed`: one document fills each row. `variable`: documents of random lengths."""
+
+    input_ids: Literal["increasing", "random"] = "increasing"
+    """`increasing`: 0, 1, 2, ... modulo the vocabulary, starting anywhere. `random`: uniform ids."""
+
+    num_rows: int = Field(1_000_000, ge=1)
+    """Rows in an epoch."""
+
+
+DataConfig = Annotated[TokensDataConfig | FakeDataConfig, Field(discriminator="type")]

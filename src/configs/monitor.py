@@ -1,0 +1,46 @@
+"""`[monitors]` and `[log]`."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from configs.base import BaseConfig
+
+
+class WandbConfig(BaseConfig):
+    """`[monitors.wandb]`"""
+
+    project: str = "oneloop"
+    """Project of the run."""
+
+    entity: str | None = None
+    """Team or user; None: the account's default."""
+
+    name: str | None = None
+    """Name shown; None: the run's name."""
+
+    group: str | None = None
+    """Group of runs."""
+
+    tags: list[str] = []
+    """Tags of the run."""
+
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes into the run directory, to be sent later with `wandb sync`."""
+
+
+class MonitorsConfig(BaseConfig):
+    """`[monitors]`: besides the console and metrics.jsonl, which are always on."""
+
+    wandb: WandbConfig | None = None
+    """Weights & Biases."""
+
+
+class LogConfig(BaseConfig):
+    """`[log]`"""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level shown on the console and in the rank logs."""
+
+    interval: int = Field(1, ge=1)
+    """Print a console line every interval-th step; metrics.jsonl and wandb get every step."""

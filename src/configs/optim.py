@@ -1,0 +1,67 @@
+"""`[optim]` and `[scheduler]`."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from configs.base import BaseConfig
+
+
+class AdamWConfig(BaseConfig):
+    """`[optim]`: AdamW, fused."""
+
+    type: Literal["adamw"] = "adamw"
+
+    lr: float = Field(3e-4, ge=0)
+    """Peak learning rate."""
+
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled decay, on matrices only (embeddings included); norms, biases and other 1-D parameters have none."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the two moments."""
+
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+
+    max_norm: float | None = Field(1.0, gt=0)
+    """Gradients are scaled down to this global norm. None: not clipped."""
+
+
+class SchedulerBase(BaseConfig):
+    """What the schedules with phases share. Steps count from 0; a number below 1 is a fraction of the run's steps."""
+
+    warmup_steps: int | float = Field(0, ge=0)
+    """Steps of linear warm-up, (s + 1) / warmup_steps; 0 starts at the peak."""
+
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate of the last step, and of any step past it."""
+
+
+class ConstantSchedulerConfig(BaseConfig):
+    """The peak learning rate at every step."""
+
+    type: Literal["constant"] = "constant"
+
+
+class LinearSchedulerConfig(SchedulerBase):
+    """Warm-up, stable, decay (WSD)."""
+
+    type: Literal["linear"] = "linear"
+
+    decay_steps: int | float = Field(0, ge=0)
+    """Steps of the final decay to min_lr; 0 holds the peak to the end."""
+
+    decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"
+    """Shape of the decay."""
+
+
+class CosineSchedulerConfig(SchedulerBase):
+    """Warm-up, then half a cosine down to min_lr at the last step."""
+
+    type: Literal["cosine"] = "cosine"
+
+
+SchedulerConfig = Annotated[
+    ConstantSchedulerConfig | LinearSchedulerConfig | CosineSchedulerConfig, Field(discriminator="type")
+]
