@@ -81,5 +81,5 @@ class ModelConfig(BaseConfig):
     @model_validator(mode="after")
     def _arch_has_a_type(self) -> "ModelConfig":
         if self.arch is not None and not isinstance(self.arch.get("model_type"), str):
-            raise ValueError("arch needs `model_type`, for example model_type = \"llama\"")
+            raise ValueError('arch needs `model_type`, for example model_type = "llama"')
         return self

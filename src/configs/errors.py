@@ -1,0 +1,26 @@
+"""Faults of a config: what is wrong, at which key. The command turns them into one message each and exit code 2."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault."""
+
+    key: str
+    """Full dotted key as in TOML (`data.paths`), or "" when it is about the whole config."""
+
+    message: str
+    """What is wrong and what to do."""
+
+
+class ConfigError(Exception):
+    """A config that cannot run, with every fault found."""
+
+    def __init__(self, faults: list[Fault]) -> None:
+        super().__init__("; ".join(f"{fault.key}: {fault.message}" if fault.key else fault.message for fault in faults))
+        self.faults = faults
+
+    @classmethod
+    def one(cls, key: str, message: str) -> "ConfigError":
+        return cls([Fault(key=key, message=message)])
