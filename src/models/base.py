@@ -1,8 +1,7 @@
 """The interface that training code knows of a model."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor, nn
@@ -10,9 +9,8 @@ from torch import Tensor, nn
 from models.batch import Batch
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossOutput:
-    """What `CausalLM.forward` returns."""
+class LossOutput(NamedTuple):
+    """What `CausalLM.forward` returns. A tuple, because FSDP looks for tensors in outputs and knows no dataclasses."""
 
     loss: Tensor
     """() sum of `nats` times the loss scale; call backward() on it."""

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
@@ -25,6 +26,18 @@ class Mesh:
 
     host_group: dist.ProcessGroup | None
     """gloo group of its own for the checkpoint writer, whose thread must not mix its collectives with the step's."""
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """Add `values` up over data ranks, in place; nothing to do at one."""
+        if self.dp_size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.SUM)
+        return values
+
+    def max_(self, values: Tensor) -> Tensor:
+        """Take the largest of each of `values` over data ranks, in place."""
+        if self.dp_size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
 
 
 def build_mesh(timeout_seconds: int) -> Mesh:

@@ -1,0 +1,192 @@
+"""Data parallelism in two forms behind one interface.
+
+Above one rank FSDP2 shards the master weights and gathers copies in the compute dtype. At one rank there is nothing to
+gather: the model holds the copies itself, refreshed once per step, and FSDP's copies in and out of flat buffers are
+saved. Both keep master weights and gradient sums in the dtype of `model.optimization_dtype`, under the same names.
+
+The optimizer sees plain local tensors in both forms, never DTensors: their dispatch costs host time per parameter, and
+fused updates of DTensors have leaked (pytorch issue 188174).
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from models.base import CausalLM
+from trainer.parallel.mesh import Mesh
+
+
+class GradSync(Protocol):
+    """Owner of the master weights and of the way gradients get to them."""
+
+    def materialize(self, device: torch.device) -> None:
+        """Give the meta tensors memory. Values are undefined until they are drawn or loaded."""
+        ...
+
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        """This rank's part of each master weight by canonical name: plain tensors, what the optimizer updates."""
+        ...
+
+    def as_global(self, name: str, local: Tensor) -> Tensor:
+        """The tensor of which `local`, laid out like master `name`, is this rank's part: for checkpoints and init."""
+        ...
+
+    def before_backward(self, is_last: bool) -> None:
+        """Say whether the backward pass about to run is the step's last."""
+        ...
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's part of the summed gradients, after the last backward pass."""
+        ...
+
+    def clear_gradients(self) -> None: ...
+
+    def publish(self) -> None:
+        """Let the forward pass see the masters' new values."""
+        ...
+
+
+def apply_data_parallel(
+    model: CausalLM,
+    mesh: Mesh,
+    *,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: bool,
+    defer_grad_sync: bool,
+) -> GradSync:
+    """Change a meta-device model, built in the masters' dtype, into its data-parallel form."""
+    if mesh.device_mesh is None:
+        return LocalGradSync(model, compute_dtype)
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh.device_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh.device_mesh, mp_policy=policy, reshard_after_forward=False)
+    return ShardedGradSync(model, defer=defer_grad_sync)
+
+
+class ShardedGradSync:
+    """FSDP2. Gradients are plain sums over ranks: the loss already carries 1 / loss tokens of the global batch."""
+
+    def __init__(self, model: CausalLM, *, defer: bool) -> None:
+        self._model: nn.Module = model
+        self._defer = defer
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for unit in self._units:
+            # gloo has no averaging reduce-scatter: without the forced sum a divide factor of 1 is refused there.
+            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_gradient_divide_factor(1.0)
+
+    def materialize(self, device: torch.device) -> None:
+        self._model.to_empty(device=device)
+        for unit in self._units:
+            # The first unshard moves uneven shards into padded buffers; views taken before it would go stale.
+            unit.unshard()
+            unit.reshard()
+        self._parameters: dict[str, DTensor] = {
+            name: parameter for name, parameter in self._model.named_parameters() if isinstance(parameter, DTensor)
+        }
+        self._masters = {name: parameter.detach().to_local() for name, parameter in self._parameters.items()}
+
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        return self._masters
+
+    def as_global(self, name: str, local: Tensor) -> Tensor:
+        parameter = self._parameters[name]
+        return DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+    def before_backward(self, is_last: bool) -> None:
+        if not self._defer:
+            return
+        for unit in self._units[:1]:
+            unit.set_requires_gradient_sync(is_last)
+            unit.set_reshard_after_backward(is_last)
+            unit.set_is_last_backward(is_last)
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {
+            name: parameter.grad.to_local()
+            for name, parameter in self._parameters.items()
+            if isinstance(parameter.grad, DTensor)
+        }
+
+    def clear_gradients(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def publish(self) -> None:
+        """The next all-gather reads the masters themselves."""
+
+
+class LocalGradSync:
+    """One rank: master weights beside the model's copies in the compute dtype, or the same tensors if that is equal."""
+
+    def __init__(self, model: CausalLM, compute_dtype: torch.dtype) -> None:
+        self._model: nn.Module = model
+        self._compute_dtype = compute_dtype
+
+    def materialize(self, device: torch.device) -> None:
+        self._model.to_empty(device=device)
+        self._masters: dict[str, Tensor] = {}
+        self._copies: dict[str, nn.Parameter] = {}
+        for name, parameter in list(self._model.named_parameters()):
+            if parameter.dtype == self._compute_dtype:
+                self._masters[name] = parameter.detach()
+                self._copies[name] = parameter
+                continue
+            copy = nn.Parameter(parameter.detach().to(self._compute_dtype))
+            path, _, leaf = name.rpartition(".")
+            setattr(self._model.get_submodule(path), leaf, copy)
+            self._masters[name] = parameter.detach()
+            self._copies[name] = copy
+        self._gradients: dict[str, Tensor] = {}
+        for name, copy in self._copies.items():
+            copy.register_post_accumulate_grad_hook(self._adder(name))
+
+    def _adder(self, name: str):
+        """Moves a finished gradient into the sum of the masters' dtype at once, so that no bf16 sum is ever kept."""
+        dtype = self._masters[name].dtype
+
+        def add(copy: Tensor) -> None:
+            gradient, copy.grad = copy.grad, None
+            assert gradient is not None
+            if name in self._gradients:
+                self._gradients[name].add_(gradient)
+            else:
+                self._gradients[name] = gradient.to(dtype)
+
+        return add
+
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        return self._masters
+
+    def as_global(self, name: str, local: Tensor) -> Tensor:
+        return local
+
+    def before_backward(self, is_last: bool) -> None:
+        """Gradients are summed as they come; there is no one to share them with."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        return self._gradients
+
+    def clear_gradients(self) -> None:
+        self._gradients = {}
+
+    def publish(self) -> None:
+        stale = [name for name, master in self._masters.items() if self._copies[name].dtype != master.dtype]
+        if stale:
+            with torch.no_grad():
+                torch._foreach_copy_([self._copies[name] for name in stale], [self._masters[name] for name in stale])
