@@ -1,0 +1,110 @@
+"""All monitors of a run behind one call. Rank 0 alone has them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from configs.sft import SFTConfig
+from trainer.monitors.console import ConsoleMonitor
+from trainer.monitors.jsonl import JsonlMonitor
+
+if TYPE_CHECKING:
+    from trainer.monitors.wandb import WandbMonitor
+
+
+class Monitors:
+    """Console, metrics.jsonl and, if configured, wandb.
+
+    Several calls for one step are welcome as long as steps do not fall: the last value of a name counts, nothing else
+    is lost. Only `rewind` goes back.
+    """
+
+    def __init__(
+        self, *, start_step: int, console: ConsoleMonitor, jsonl: JsonlMonitor, wandb: "WandbMonitor | None"
+    ) -> None:
+        self._console = console
+        self._jsonl = jsonl
+        self._wandb = wandb
+        self._step = start_step
+
+    @property
+    def wandb_id(self) -> str | None:
+        """Id to keep in checkpoints, so that a resumed run goes on in the same wandb run. None without wandb."""
+        return self._wandb.id if self._wandb is not None else None
+
+    def log(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
+        """Record the metrics of a step: 0 before the first step, N after the N-th.
+
+        Args:
+            step: not below that of the call before.
+            metrics: numbers, and text such as digests, by name; see docs/metrics.md.
+
+        Raises:
+            RunError: metrics.jsonl cannot be written.
+        """
+        if step < self._step:
+            raise ValueError(f"metrics of step {step} after those of step {self._step}")
+        self._step = step
+        self._jsonl.log(step, metrics)
+        self._console.log(step, metrics)
+        if self._wandb is not None:
+            self._wandb.log(step, metrics)
+
+    def rewind(self, step: int) -> None:
+        """The run has gone back to the checkpoint of `step`: what was recorded after it is taken out of metrics.jsonl.
+
+        wandb cannot take steps back: it gets nothing until the run has passed the last step that wandb has.
+        """
+        self._step = step
+        self._jsonl.cut_back(step)
+        self._console.rewind(step)
+        if self._wandb is not None:
+            self._wandb.rewind()
+
+    def say(self, text: str) -> None:
+        """One line for whoever watches."""
+        self._console.say(text)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Write out what is pending and give the terminal back.
+
+        Args:
+            exit_code: that of the run; wandb shows any but 0 as failed.
+        """
+        self._console.close()
+        self._jsonl.close()
+        if self._wandb is not None:
+            self._wandb.close(exit_code)
+
+
+def build_monitors(
+    config: SFTConfig, run_dir: Path, *, start_step: int, total_steps: int, wandb_id: str | None
+) -> Monitors:
+    """Open the monitors of a run, on rank 0.
+
+    Args:
+        config: the resolved config; wandb shows it.
+        run_dir: an existing folder.
+        start_step: steps done before this start; metrics.jsonl is cut back to it.
+        total_steps: steps of the whole run.
+        wandb_id: from the checkpoint that is resumed; None (also for a fork of another run) opens a new wandb run.
+
+    Raises:
+        RunError: metrics.jsonl cannot be read or written. Trouble with wandb is only a warning.
+    """
+    jsonl = JsonlMonitor(run_dir / "metrics.jsonl")
+    last_step = jsonl.cut_back(start_step)
+    wandb = None
+    if config.monitors.wandb is not None:
+        # Half a second to import, for those who use it; and machines without a network may not have the package.
+        from trainer.monitors.wandb import WandbMonitor
+
+        wandb = WandbMonitor(
+            config.monitors.wandb,
+            run_dir=run_dir,
+            run_config=config.model_dump(mode="json"),
+            resume_id=wandb_id,
+            last_step=last_step,
+        )
+    console = ConsoleMonitor(interval=config.log.interval, start_step=start_step, total_steps=total_steps)
+    return Monitors(start_step=start_step, console=console, jsonl=jsonl, wandb=wandb)

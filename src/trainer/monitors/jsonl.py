@@ -1,0 +1,87 @@
+"""`metrics.jsonl`: the full record of a run, one JSON object a line.
+
+It is the history of the weights that the run holds now: when the run goes back to a checkpoint, what was written after
+that checkpoint goes too. JSON has no NaN and no infinities, and readers in other languages refuse the words that
+Python writes for them, so a value that is not finite becomes null.
+"""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from trainer.errors import RunError
+
+logger = logging.getLogger(__name__)
+
+
+class JsonlMonitor:
+    """Appends to the file, one flushed line per call, so that a killed run loses one torn line at most."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+
+    def log(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
+        """Append {"step": step, ...metrics}."""
+        record = {"step": step} | {name: _json_value(value) for name, value in metrics.items()}
+        line = json.dumps(record, allow_nan=False) + "\n"
+        try:
+            if self._file is None:
+                self._file = self._path.open("a", encoding="utf-8")
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise RunError(f"cannot write {self._path}: {error.strerror}") from error
+
+    def cut_back(self, step: int) -> int | None:
+        """Drop the records of steps after `step`, and a line that a killed run left unfinished.
+
+        Returns:
+            the last step that was recorded before the cut; None if none was.
+        """
+        self.close()
+        if not self._path.exists():
+            return None
+        shorter = self._path.with_name(f"{self._path.name}.tmp")
+        last_step: int | None = None
+        try:
+            with self._path.open("rb") as old, shorter.open("wb") as new:
+                for number, line in enumerate(old, start=1):
+                    recorded = _step_of(line)
+                    if recorded is None:
+                        logger.warning("%s: line %d is no whole record, dropped", self._path, number)
+                        continue
+                    last_step = recorded if last_step is None else max(last_step, recorded)
+                    if recorded <= step:
+                        new.write(line)
+                new.flush()
+                os.fsync(new.fileno())
+            shorter.replace(self._path)
+        except OSError as error:
+            raise RunError(f"cannot cut {self._path} back to step {step}: {error.strerror}") from error
+        return last_step
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _json_value(value: float | int | str) -> float | int | str | None:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a record; None if the line is torn."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if isinstance(step, int) else None

@@ -1,0 +1,92 @@
+"""The terminal: whether there is one, colours, and progress bars with ETA under the lines of a run."""
+
+import logging
+import os
+import sys
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+_COLOUR_CODES = {"red": "31", "green": "32", "yellow": "33"}
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Someone watches: a bar may be drawn and redrawn on `stream`."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def has_colours(stream: TextIO) -> bool:
+    """`stream` is a terminal and NO_COLOR (https://no-color.org) is unset or empty."""
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")
+
+
+class ConsoleHandler(logging.Handler):
+    """Shows log records on standard output: warnings yellow, errors red, others as `extra={"colour": ...}` says.
+
+    It looks standard output up at every record, because a running bar puts a writer of its own there that prints
+    above the bar; a StreamHandler would keep the old one and write through the bar.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+            colour = _COLOUR_CODES.get(_colour_of(record))
+            if colour is not None and has_colours(sys.stdout):
+                line = f"\x1b[{colour}m{line}\x1b[0m"
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
+        except Exception:
+            self.handleError(record)
+
+
+def _colour_of(record: logging.LogRecord) -> str:
+    if record.levelno >= logging.ERROR:
+        return "red"
+    if record.levelno >= logging.WARNING:
+        return "yellow"
+    return getattr(record, "colour", "")
+
+
+class ProgressBar:
+    """A bar with count and ETA at the foot of the terminal. What is printed meanwhile appears above it.
+
+    Where standard output is no terminal it draws nothing, and all methods do nothing.
+    """
+
+    def __init__(self, *, description: str, total: int, completed: int = 0) -> None:
+        """
+        Args:
+            description: what is counted.
+            total: count at the end.
+            completed: count at the start; the ETA comes from the speed since then.
+        """
+        self._progress: Progress | None = None
+        if not is_terminal(sys.stdout):
+            return
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=Console(file=sys.stdout, no_color=not has_colours(sys.stdout)),
+            # A thread redraws the bar and takes the interpreter lock from training each time.
+            refresh_per_second=2,
+            # Steps with a validation or a checkpoint are far slower than the others.
+            speed_estimate_period=300,
+        )
+        self._task = self._progress.add_task(description, total=total, completed=completed)
+        self._progress.start()
+
+    def update(self, completed: int) -> None:
+        """Set the count."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=completed)
+
+    def close(self) -> None:
+        """Leave the bar as it is and give standard output back."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
