@@ -6,8 +6,6 @@ import sys
 
 import torch
 
-_GIB = 2**30
-
 _PEAKS: tuple[tuple[str, float], ...] = (
     ("A10", 125e12),
     ("A10G", 70e12),
@@ -61,26 +59,24 @@ def peak_flops_of(name: str) -> float | None:
     return max(matches)[1] if matches else None
 
 
-def mfu(flops: float, seconds: float, world_size: int, peak: float | None) -> float | None:
+def mfu(flops: float, seconds: float, world_size: int, peak: float) -> float:
     """Model FLOPs utilisation in percent.
 
     Args:
         flops: matrix FLOPs of the step over all ranks.
         seconds: duration of the step.
         world_size: devices that shared it.
-        peak: FLOP/s of one device; None gives None.
+        peak: FLOP/s of one device.
     """
-    if peak is None:
-        return None
     return 100 * flops / (seconds * world_size * peak)
 
 
-def peak_memory(device: torch.device) -> float:
-    """Most memory in GiB that this process has held: tensors on a GPU, the whole process on a CPU.
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory that this process has held: tensors on a GPU, the whole process on a CPU.
 
     A count that the host keeps, so reading it does not wait for the device.
     """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / _GIB
+        return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage gives bytes on macOS, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
