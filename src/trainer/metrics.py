@@ -13,6 +13,9 @@ from torch import Tensor
 
 from trainer.parallel.mesh import Mesh
 
+Mark = torch.cuda.Event | float
+"""A moment of the device's work: see DeviceClock."""
+
 
 class DeviceClock:
     """Points in time of the device's work: CUDA events, or the host's clock where the device is the host."""
@@ -20,7 +23,7 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
 
-    def mark(self) -> "torch.cuda.Event | float":
+    def mark(self) -> Mark:
         """The moment when all work enqueued so far is done."""
         if not self._cuda:
             return time.perf_counter()
@@ -28,7 +31,7 @@ class DeviceClock:
         event.record()
         return event
 
-    def seconds(self, start: "torch.cuda.Event | float", end: "torch.cuda.Event | float") -> float:
+    def seconds(self, start: Mark, end: Mark) -> float:
         """Seconds between two marks that have passed."""
         if isinstance(start, float) and isinstance(end, float):
             return end - start
@@ -54,13 +57,13 @@ class PendingMetrics:
 
 
 class MetricsAccumulator:
-    """Sums and maxima of one step. Ranks must add the same names in the same order."""
+    """Sums and maxima of one step. Ranks must add the same names."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._sums: dict[str, Tensor | float] = {}
         self._maxes: dict[str, Tensor | float] = {}
-        self._replicated: dict[str, Tensor] = {}
+        self._replicated: dict[str, Tensor | float] = {}
 
     def add_sum(self, name: str, value: Tensor | float) -> None:
         """A () tensor or a host number, to be added up over ranks."""
@@ -76,9 +79,10 @@ class MetricsAccumulator:
 
     def reduce(self) -> PendingMetrics:
         """Reduce over ranks and start the copy to the host. Does not wait."""
-        sums = self._mesh.sum_(self._vector(self._sums))
-        maxes = self._mesh.max_(self._vector(self._maxes))
-        values = torch.cat([sums, maxes, self._vector(self._replicated)])
+        sum_names, sums = self._vector(self._sums)
+        max_names, maxes = self._vector(self._maxes)
+        replicated_names, replicated = self._vector(self._replicated)
+        values = torch.cat([self._mesh.sum_(sums), self._mesh.max_(maxes), replicated])
         ready = None
         if self._mesh.device.type == "cuda":
             host = torch.empty(values.shape, dtype=torch.float64, pin_memory=True)
@@ -86,18 +90,15 @@ class MetricsAccumulator:
             ready = torch.cuda.Event()
             ready.record()
             values = host
-        return PendingMetrics(names=(*self._sums, *self._maxes, *self._replicated), values=values, ready=ready)
+        return PendingMetrics(names=(*sum_names, *max_names, *replicated_names), values=values, ready=ready)
 
-    def _vector(self, values: dict[str, Tensor] | dict[str, Tensor | float]) -> Tensor:
-        """(len(values),) float64 on the device. Host numbers travel together through pinned memory."""
+    def _vector(self, values: dict[str, Tensor | float]) -> tuple[list[str], Tensor]:
+        """Names and (names,) float64 values on the device; host numbers travel together through pinned memory."""
         device = self._mesh.device
-        host = torch.tensor(
-            [float(value) if not isinstance(value, Tensor) else 0.0 for value in values.values()],
-            dtype=torch.float64,
-            pin_memory=device.type == "cuda",
-        )
-        vector = host.to(device, non_blocking=True)
-        for index, value in enumerate(values.values()):
-            if isinstance(value, Tensor):
-                vector[index] = value
-        return vector
+        on_device = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        on_host = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+        numbers = torch.tensor(list(on_host.values()), dtype=torch.float64, pin_memory=device.type == "cuda")
+        parts = [numbers.to(device, non_blocking=True)]
+        if on_device:
+            parts.append(torch.stack([value.to(torch.float64) for value in on_device.values()]))
+        return [*on_host, *on_device], torch.cat(parts)

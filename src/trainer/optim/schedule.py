@@ -2,12 +2,7 @@
 
 import math
 
-from configs.optim import (
-    ConstantSchedulerConfig,
-    CosineSchedulerConfig,
-    LinearSchedulerConfig,
-    SchedulerConfig,
-)
+from configs.optim import ConstantSchedulerConfig, LinearSchedulerConfig, SchedulerConfig
 
 
 def learning_rate(config: SchedulerConfig, *, peak: float, step: int, total_steps: int) -> float:
@@ -16,18 +11,17 @@ def learning_rate(config: SchedulerConfig, *, peak: float, step: int, total_step
     Warm-up gives (step + 1) / warmup_steps of the peak, so no step is wasted at 0; the last step is at min_lr when the
     schedule decays; steps past the end stay there.
     """
-    match config:
-        case ConstantSchedulerConfig():
-            return peak
-        case LinearSchedulerConfig():
-            decay_steps = _count(config.decay_steps, total_steps)
-            shape = config.decay_shape
-        case CosineSchedulerConfig():
-            decay_steps = total_steps - _count(config.warmup_steps, total_steps)
-            shape = "cosine"
+    if isinstance(config, ConstantSchedulerConfig):
+        return peak
     warmup_steps = _count(config.warmup_steps, total_steps)
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
+    # The peak itself always has its step: the last of the warm-up, or step 0 without one.
+    decay_steps = total_steps - max(1, warmup_steps)
+    shape = "cosine"
+    if isinstance(config, LinearSchedulerConfig):
+        decay_steps = min(decay_steps, _count(config.decay_steps, total_steps))
+        shape = config.decay_shape
     steps_left = total_steps - 1 - step
     if steps_left >= decay_steps or decay_steps <= 0:
         return peak

@@ -1,0 +1,63 @@
+"""From `[model]` to a model on its device: meta build, activation checkpointing, compile, data parallelism, memory."""
+
+import logging
+
+import torch
+from transformers import PretrainedConfig
+
+from configs.errors import ConfigError
+from configs.model import ModelConfig
+from models.base import CausalLM
+from models.registry import build_model
+from trainer.parallel.data_parallel import GradSync, apply_data_parallel
+from trainer.parallel.mesh import Mesh
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+def build_parallel_model(
+    config: ModelConfig, model_config: PretrainedConfig, *, seq_len: int, mesh: Mesh
+) -> tuple[CausalLM, GradSync]:
+    """The model in its data-parallel form, with memory but without values.
+
+    Args:
+        seq_len: the longest row it will see.
+
+    Raises:
+        models.registry.ArchError: the architecture asks for something that is not implemented.
+    """
+    compute_dtype = DTYPES[config.resolved_compute_dtype]
+    attn = choose_attention(config.attn, mesh.device, compute_dtype)
+    with torch.device("meta"):
+        model = build_model(model_config, seq_len=seq_len, attn=attn, dtype=DTYPES[config.optimization_dtype])
+    if config.ac is not None:
+        model.apply_activation_checkpointing(config.ac.mode, config.ac.freq)
+    if config.compile is not None:
+        model.compile_blocks(config.compile.mode, config.compile.fullgraph)
+    grad_sync = apply_data_parallel(
+        model,
+        mesh,
+        compute_dtype=compute_dtype,
+        reduce_dtype=DTYPES[config.resolved_reduce_dtype],
+        reshard_after_forward=config.reshard_after_forward,
+        defer_grad_sync=config.defer_grad_sync,
+    )
+    grad_sync.materialize(mesh.device)
+    log.info("attention %s, compute in %s, master weights in %s", attn, compute_dtype, config.optimization_dtype)
+    return model, grad_sync
+
+
+def choose_attention(attn: str, device: torch.device, compute_dtype: torch.dtype) -> str:
+    """`auto` is varlen where its kernel runs (CUDA, bfloat16), else sdpa.
+
+    Raises:
+        ConfigError: varlen was asked for where it cannot run.
+    """
+    has_varlen = device.type == "cuda" and compute_dtype == torch.bfloat16
+    if attn == "varlen" and not has_varlen:
+        raise ConfigError.one("model.attn", f"varlen runs on CUDA in bfloat16, not on {device.type} in {compute_dtype}")
+    if attn == "auto":
+        return "varlen" if has_varlen else "sdpa"
+    return attn

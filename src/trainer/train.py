@@ -1,0 +1,252 @@
+"""The training loop. Pretraining and fine-tuning, one GPU or many: this file."""
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from configs.checkpoint import CheckpointConfig
+from configs.errors import ConfigError
+from configs.sft import SFTConfig
+from models.init import init_weights
+from trainer.checkpoint import Checkpointer, find_checkpoint, read_state
+from trainer.data.loader import RowLoader
+from trainer.errors import RunError
+from trainer.hooks import Hook, HookContext
+from trainer.micro_batch import run_micro_batches
+from trainer.model_setup import build_parallel_model
+from trainer.monitors import build_monitors
+from trainer.nan_guard import NanGuard
+from trainer.optim.build import build_optimizer
+from trainer.optim.gradients import clip_gradients, gradient_norms
+from trainer.optim.schedule import learning_rate
+from trainer.parallel.mesh import build_mesh
+from trainer.preflight import plan_run, prepare
+from trainer.report import Metrics, StepMarks, StepReport, StepReporter
+from trainer.run import Run
+from trainer.state import TrainState
+from trainer.validation import build_validation
+
+log = logging.getLogger(__name__)
+
+
+def train(config: SFTConfig, run: Run) -> None:
+    """Train one run to its last step, or until a signal asks it to stop. Called in every worker.
+
+    Raises:
+        ConfigError: what the config points to cannot be used.
+        RunError: the run failed for a reason that can be named.
+    """
+    Trainer(config, run).run()
+
+
+class Trainer:
+    """One run: built from its config, then taken through its steps."""
+
+    def __init__(self, config: SFTConfig, run: Run) -> None:
+        self.config, self.run_info = config, run
+        self.mesh = mesh = build_mesh(config.deployment.timeout_seconds)
+        inputs = prepare(config)
+        self.plan = plan_run(config, inputs.source, mesh.world_size)
+        seq_len = max(config.data.seq_len, *(config.val.seq_lens if config.val else (0,)))
+        self.model, self.grad_sync = build_parallel_model(config.model, inputs.model_config, seq_len=seq_len, mesh=mesh)
+        num_dims = {name: parameter.dim() for name, parameter in self.model.named_parameters()}
+        self.optimizer = build_optimizer(config.optim, self.grad_sync.masters, num_dims)
+        pin_memory = mesh.device.type == "cuda"
+        self.loader = RowLoader(
+            inputs.source,
+            batch_size=config.data.batch_size,
+            micro_batch_size=config.data.micro_batch_size,
+            dp_rank=mesh.dp_rank,
+            dp_size=mesh.dp_size,
+            num_workers=config.data.num_workers,
+            pin_memory=pin_memory,
+        )
+        self.hooks: list[Hook] = []
+        self.state = TrainState(self.grad_sync, self.optimizer, self.loader, NanGuard(config.nan_guard), self.hooks)
+        self.checkpointer = Checkpointer(run.dir, config.ckpt, mesh)
+        self.validation = build_validation(
+            config.val,
+            tokenizer=inputs.tokenizer,
+            vocab_size=inputs.model_config.vocab_size,
+            mesh=mesh,
+            pin_memory=pin_memory,
+        )
+        wandb_id = self._first_weights()
+        self.monitors = None
+        if mesh.rank == 0:
+            self.monitors = build_monitors(
+                config, run.dir, start_step=self.state.progress.step, total_steps=self.plan.steps, wandb_id=wandb_id
+            )
+        self.reporter = StepReporter(self.model, self.state, mesh)
+        self.stopping = False
+        if config.ckpt is not None:
+            self.checkpointer.check_space(sum(t.numel() * t.element_size() for t in self.state.tensors().values()))
+
+    def run(self) -> None:
+        """All steps from where the state stands."""
+        config, clock = self.config, self.reporter.clock
+        step = first_step = self.state.progress.step
+        if config.val is not None and config.val.eval_on_start and step == 0:
+            self._log(0, self._validate())
+
+        step_start = clock.mark()
+        while step < self.plan.steps and not self.stopping:
+            batches = self.loader.step(step)
+            forward_start = clock.mark()
+            result = run_micro_batches(
+                self.model, batches.micro_batches, batches.num_loss_tokens, self.grad_sync, self.mesh
+            )
+            backward_end = clock.mark()
+
+            # The one wait of a step, for the device to end the step before; every rank reads the same there.
+            report = self.reporter.read()
+            if report is not None:
+                self._log(report.step + 1, report.metrics)
+                self.stopping |= report.stop_requested
+                if report.verdict != "go on":
+                    step, step_start = self._go_back(report), clock.mark()
+                    continue
+
+            gradients = self.grad_sync.gradients()
+            norms = gradient_norms(gradients, result.nats, result.loss_tokens, self.mesh)
+            if config.optim.max_norm is not None:
+                clip_gradients(gradients, norms.total, config.optim.max_norm)
+            context = HookContext(model=self.model, step=step, update_ok=norms.update_ok, gradients=gradients)
+            for hook in self.hooks:
+                hook.before_optimizer_step(context)
+            lr = self._learning_rate(step)
+            self.optimizer.step(gradients, lr, norms.update_ok)
+            self.grad_sync.clear_gradients()
+            self.grad_sync.publish()
+            for hook in self.hooks:
+                hook.after_optimizer_step(context)
+
+            step_end = clock.mark()
+            self.reporter.collect(
+                step,
+                batches=batches,
+                result=result,
+                norms=norms,
+                marks=StepMarks(start=step_start, forward_start=forward_start, backward_end=backward_end, end=step_end),
+                lr=lr,
+                epoch=self.loader.epochs(step + 1),
+                stop_requested=self.run_info.stop.requested,
+            )
+            step, step_start = step + 1, step_end
+            if self._saves(step) or self._validates(step) or step == self.plan.steps or self.stopping:
+                step, step_start = self._rest(step), clock.mark()
+        self._finish(step, first_step)
+
+    def _rest(self, step: int) -> int:
+        """Between two steps: read what is under way, then checkpoint, validation, one log call. Gives the next step."""
+        report = self.reporter.read()
+        assert report is not None
+        self.stopping |= report.stop_requested
+        if report.verdict != "go on":
+            self._log(step, report.metrics)
+            return self._go_back(report)
+        metrics = report.metrics
+        if self._saves(step):
+            start = time.perf_counter()
+            state = self.state.state_dict() | {"wandb_id": self.monitors.wandb_id if self.monitors else None}
+            self.checkpointer.save(step, self.state.tensors(), state)
+            metrics = metrics | {"time/save_ckpt": time.perf_counter() - start}
+        if self._validates(step):
+            metrics = metrics | self._validate()
+        self._log(step, metrics)
+        return step
+
+    def _saves(self, step: int) -> bool:
+        if self.config.ckpt is None:
+            return False
+        return self.checkpointer.due(step) or step == self.plan.steps or self.stopping
+
+    def _validates(self, step: int) -> bool:
+        val = self.config.val
+        if val is None:
+            return False
+        at_interval = val.interval is not None and step % val.interval == 0
+        return at_interval or (val.eval_on_end and step == self.plan.steps)
+
+    def _validate(self) -> Metrics:
+        assert self.validation is not None
+        start = time.perf_counter()
+        metrics: Metrics = dict(self.validation.run(self.model))
+        return metrics | {"time/val": time.perf_counter() - start}
+
+    def _learning_rate(self, step: int) -> float:
+        start = self.state.progress.schedule_start
+        return learning_rate(
+            self.config.scheduler, peak=self.config.optim.lr, step=step - start, total_steps=self.plan.steps - start
+        )
+
+    def _log(self, step: int, metrics: Metrics) -> None:
+        if self.monitors is not None:
+            self.monitors.log(step, metrics)
+
+    def _first_weights(self) -> str | None:
+        """Weights from the checkpoint or drawn, never both; gives the wandb run to go on with."""
+        config = self.config
+        if config.resume is None:
+            init = config.model.init
+            assert init is not None, "a config without resume has model.init"
+            masters = {name: self.grad_sync.as_global(name, master) for name, master in self.grad_sync.masters.items()}
+            init_weights(masters, std=init.std, seed=init.seed, rules=self.model.init_rules())
+            self.grad_sync.publish()
+            log.info("weights: drawn from [model.init], std %g, seed %d", init.std, init.seed)
+            return None
+        path = find_checkpoint(config.resume.dir or self.run_info.dir, config.resume.step, log.warning)
+        saved = self._restore(path, config.ckpt or CheckpointConfig())
+        log.info("weights: from checkpoint %s; training goes on at step %d", path, self.state.progress.step + 1)
+        return saved["wandb_id"] if config.resume.dir is None else None
+
+    def _restore(self, path: Path, skips: CheckpointConfig) -> dict[str, Any]:
+        saved = read_state(path)
+        if skips.skip_optimizer:
+            self.checkpointer.load(path, self.state.model_tensors(), ignore=("optimizer.",))
+        else:
+            self.checkpointer.load(path, self.state.tensors())
+        self.state.load_state_dict(saved, skips)
+        self.grad_sync.publish()
+        return saved
+
+    def _go_back(self, report: StepReport) -> int:
+        """Return to the last checkpoint and pass over the rows of the bad steps, or end the run."""
+        guard = self.state.guard
+        first_bad = guard.first_bad
+        assert first_bad is not None
+        bad = f"steps {first_bad + 1} to {report.step + 1}"
+        reason = f"{bad} were all skipped: loss or gradient not finite, or no loss token"
+        if report.verdict == "stop":
+            raise RunError(f"{reason} (nan_guard.max_consecutive reached; no rewind left)")
+        self.checkpointer.wait()
+        try:
+            path = find_checkpoint(self.run_info.dir, None, log.warning)
+        except ConfigError as error:
+            raise RunError(f"{reason}, and there is no checkpoint to go back to") from error
+        self.grad_sync.clear_gradients()
+        counters = guard.state_dict()
+        self._restore(path, CheckpointConfig())
+        guard.load_state_dict(counters)
+        guard.rewound()
+        step = self.state.progress.step
+        self.loader.skip(max(first_bad, step), report.step)
+        log.warning("%s; back to %s, passing over their rows", reason, path.name)
+        return step
+
+    def _finish(self, step: int, first_step: int) -> None:
+        self.checkpointer.wait()
+        self.checkpointer.close()
+        self.loader.close()
+        if step == first_step:
+            log.info("nothing to do: the run has its %d steps already", step)
+        elif step < self.plan.steps:
+            kept = (
+                f"checkpoint at step {step} is written; go on with [resume]" if self.config.ckpt else "no [ckpt]: lost"
+            )
+            log.info("stopped on request after step %d of %d: %s", step, self.plan.steps, kept)
+        else:
+            log.info("done: %d steps", step)
+        if self.monitors is not None:
+            self.monitors.close()
