@@ -59,6 +59,11 @@ class RowSource(Protocol):
         ...
 
     @property
+    def description(self) -> str:
+        """One line for the log: what the data holds and what of it an epoch leaves out."""
+        ...
+
+    @property
     def fingerprint(self) -> dict[str, Any]:
         """JSON-able identity of the data and its order: a resumed run must find the same."""
         ...
