@@ -21,8 +21,12 @@ _LOGIN_SECONDS = 30
 _INIT_SECONDS = 90
 _FINISH_SECONDS = 300
 
-_SECRET_NAME = re.compile(r"(^|_)(api_key|apikey|password|passwd|secret|credentials?|token|access_key)$", re.IGNORECASE)
-_ASSIGNED_SECRET = re.compile(r"\b(\w*(?:KEY|TOKEN|SECRET|PASSWORD))=(\"[^\"]*\"|'[^']*'|\S+)")
+# Not every `..._token`: pad_token and its like are none.
+_SECRET_NAME = re.compile(
+    r"(^|_)(api_?key|access_?key|password|passwd|secret|credentials?|(api|hf|hub|auth|access|bearer)_?token)$|^token$",
+    re.IGNORECASE,
+)
+_ASSIGNED_SECRET = re.compile(r"\b(\w*(?:KEY|TOKEN|SECRET|PASSWORD))=(\"[^\"]*\"|'[^']*'|[^\s;&|]+)")
 _URL_LOGIN = re.compile(r"(\w+://)[^/@\s]+@")
 
 
