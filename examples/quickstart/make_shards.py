@@ -12,10 +12,10 @@ import hashlib
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 
 from datatrove.data import Document
 from datatrove.pipeline.tokens import DocumentTokenizer
-from pydoc_data.topics import topics
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
