@@ -1,14 +1,39 @@
-"""What every config table shares: strict keys, field docs, and the `"None"` of TOML, which has no null."""
+"""What every config table shares: strict keys, field docs, `"None"` for null (TOML has none), faults with keys."""
 
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
+
+from configs.errors import Fault
+
+TABLE_FAULTS = "table_faults"
+"""Type of the pydantic error that carries the faults of one table in its context."""
 
 
 class BaseConfig(BaseModel):
     """A table of the config. Frozen: a config is built once and never changed afterwards."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        # model.arch may hold infinity; as null it would not read back as the same config.
+        ser_json_inf_nan="constants",
+    )
+
+    def table_faults(self) -> list[Fault]:
+        """What is wrong between the fields of this table; keys relative to it. Holds however a config is built."""
+        return []
+
+    def run_faults(self) -> list[Fault]:
+        """What is wrong between the tables below this one, or on disk, when a run is about to start; full keys.
+
+        Only the root is asked, once all tables are sound.
+        """
+        return []
 
     @model_validator(mode="before")
     @classmethod
@@ -16,3 +41,11 @@ class BaseConfig(BaseModel):
         if not isinstance(values, dict):
             return values
         return {key: None if value == "None" else value for key, value in values.items()}
+
+    @model_validator(mode="after")
+    def _no_table_faults(self) -> Self:
+        faults = self.table_faults()
+        if faults:
+            text = "; ".join(f"{fault.key}: {fault.message}" for fault in faults)
+            raise PydanticCustomError(TABLE_FAULTS, "{text}", {"text": text, "faults": faults})
+        return self

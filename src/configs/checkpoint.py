@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import Field
 
 from configs.base import BaseConfig
+from configs.errors import Fault
 
 
 class CheckpointConfig(BaseConfig):
@@ -33,6 +34,12 @@ class CheckpointConfig(BaseConfig):
 
     skip_progress: bool = False
     """On resume: the step and token counters start at zero."""
+
+    def table_faults(self) -> list[Fault]:
+        if self.interval is None or self.keep_interval is None or self.keep_interval % self.interval == 0:
+            return []
+        message = f"{self.keep_interval} is not a multiple of interval = {self.interval}: most of these steps have none"
+        return [Fault(key="keep_interval", message=message)]
 
 
 class ResumeConfig(BaseConfig):

@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from configs.base import BaseConfig
+from configs.errors import Fault
 
 
 class RowsConfig(BaseConfig):
@@ -32,13 +33,11 @@ class RowsConfig(BaseConfig):
     max_epochs: int | None = Field(None, ge=1)
     """Bound on the planned passes over the data. With `max_steps` unset, the run takes all steps that fit in it."""
 
-    @model_validator(mode="after")
-    def _whole_micro_batches(self) -> "RowsConfig":
-        if self.batch_size % self.micro_batch_size:
-            raise ValueError(
-                f"batch_size = {self.batch_size} is not a multiple of micro_batch_size = {self.micro_batch_size}"
-            )
-        return self
+    def table_faults(self) -> list[Fault]:
+        if self.batch_size % self.micro_batch_size == 0:
+            return []
+        message = f"{self.batch_size} is not a multiple of micro_batch_size = {self.micro_batch_size}"
+        return [Fault(key="batch_size", message=message)]
 
 
 class TokensDataConfig(RowsConfig):

@@ -13,6 +13,9 @@ class Fault:
     message: str
     """What is wrong and what to do."""
 
+    origin: str = ""
+    """The file or flag that gave the value ("a.toml", "flag --max-steps"), where that is known."""
+
 
 class ConfigError(Exception):
     """A config that cannot run, with every fault found."""

@@ -8,7 +8,7 @@ from configs.base import BaseConfig
 class RunConfig(BaseConfig):
     """`[run]`"""
 
-    name: str | None = Field(None, pattern=r"^[\w.-]+$")
+    name: str | None = Field(None, pattern=r"^\w[\w.-]*$")
     """Folder under output_dir. Unset: <data>--<model>--<8 hex digits>."""
 
 

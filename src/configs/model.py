@@ -2,9 +2,10 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from configs.base import BaseConfig
+from configs.errors import Fault
 
 Dtype = Literal["bfloat16", "float32", "float64"]
 
@@ -78,8 +79,32 @@ class ModelConfig(BaseConfig):
     """Above one rank: reduce gradients once per optimizer step instead of after every micro-batch. Costs the memory
     of unsharded gradients and weights."""
 
-    @model_validator(mode="after")
-    def _arch_has_a_type(self) -> "ModelConfig":
+    @property
+    def resolved_compute_dtype(self) -> Dtype:
+        """Dtype of the forward and backward pass."""
+        return self.compute_dtype or ("float64" if self.optimization_dtype == "float64" else "bfloat16")
+
+    @property
+    def resolved_reduce_dtype(self) -> Dtype:
+        """Dtype of gradient sums."""
+        return self.reduce_dtype or self.optimization_dtype
+
+    def table_faults(self) -> list[Fault]:
+        faults = []
         if self.arch is not None and not isinstance(self.arch.get("model_type"), str):
-            raise ValueError('arch needs `model_type`, for example model_type = "llama"')
-        return self
+            message = 'is missing: text, the family of the model, for example model_type = "llama"'
+            faults.append(Fault(key="arch.model_type", message=message))
+        for key in ("compute_dtype", "reduce_dtype"):
+            dtype = getattr(self, key)
+            if self.optimization_dtype == "float64" and dtype not in (None, "float64"):
+                message = f'"{dtype}" would lose what optimization_dtype = "float64" keeps; leave it unset'
+                faults.append(Fault(key=key, message=message))
+        if self.compute_dtype == "float64" and self.optimization_dtype == "float32":
+            message = (
+                '"float64" needs optimization_dtype = "float64": weights kept in float32 have no more digits to give'
+            )
+            faults.append(Fault(key="compute_dtype", message=message))
+        if self.attn == "varlen" and self.resolved_compute_dtype != "bfloat16":
+            message = f'"varlen" computes in bfloat16 only, not in {self.resolved_compute_dtype}; use "sdpa" or "auto"'
+            faults.append(Fault(key="attn", message=message))
+        return faults

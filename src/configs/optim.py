@@ -2,9 +2,12 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from configs.base import BaseConfig
+from configs.errors import Fault
+
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AdamWConfig(BaseConfig):
@@ -18,7 +21,7 @@ class AdamWConfig(BaseConfig):
     weight_decay: float = Field(0.1, ge=0)
     """Decoupled decay, on matrices only (embeddings included); norms, biases and other 1-D parameters have none."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """Decay rates of the two moments."""
 
     eps: float = Field(1e-8, gt=0)
@@ -37,6 +40,18 @@ class SchedulerBase(BaseConfig):
     min_lr: float = Field(0.0, ge=0)
     """Learning rate of the last step, and of any step past it."""
 
+    def phases(self) -> dict[str, int | float]:
+        """The lengths of the phases, as given."""
+        return {"warmup_steps": self.warmup_steps}
+
+    def table_faults(self) -> list[Fault]:
+        faults = []
+        for key, length in self.phases().items():
+            if isinstance(length, float) and length >= 1:
+                message = f"{length} is neither a count (a whole number) nor a fraction of the run (a number below 1)"
+                faults.append(Fault(key=key, message=message))
+        return faults
+
 
 class ConstantSchedulerConfig(BaseConfig):
     """The peak learning rate at every step."""
@@ -54,6 +69,9 @@ class LinearSchedulerConfig(SchedulerBase):
 
     decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"
     """Shape of the decay."""
+
+    def phases(self) -> dict[str, int | float]:
+        return {"warmup_steps": self.warmup_steps, "decay_steps": self.decay_steps}
 
 
 class CosineSchedulerConfig(SchedulerBase):

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from configs.base import BaseConfig
+from configs.checks import check_batch, check_folders, check_resume, check_schedule, check_weights
 from configs.checkpoint import CheckpointConfig, NanGuardConfig, ResumeConfig
 from configs.data import DataConfig
+from configs.errors import Fault
 from configs.launch import DeploymentConfig, RunConfig
 from configs.model import ModelConfig
 from configs.monitor import LogConfig, MonitorsConfig
@@ -77,3 +79,19 @@ class SFTConfig(BaseConfig):
 
     dry_run: bool = False
     """Resolve, check and write the config, print what would run, start nothing."""
+
+    def run_faults(self) -> list[Fault]:
+        faults = []
+        if self.max_steps is None and self.data.max_epochs is None:
+            message = "is missing: a whole number; or give data.max_epochs for as many steps as the data allows"
+            faults.append(Fault(key="max_steps", message=message))
+        # With the counters set back, the checkpoint's step says nothing about how far this run is.
+        counts_on = self.ckpt is None or not self.ckpt.skip_progress
+        return [
+            *faults,
+            *check_weights(self.model, resuming=self.resume is not None),
+            *check_batch(self.data, self.deployment),
+            *check_schedule(self.scheduler, lr=self.optim.lr, total_steps=self.max_steps),
+            *check_resume(self.resume, self.run, clean=self.clean, max_steps=self.max_steps if counts_on else None),
+            *check_folders(self.data, self.val),
+        ]

@@ -49,27 +49,18 @@ class ValConfig(BaseConfig):
     context: Literal["none", "prefix"] = "none"
     """`none`: a window's first token is not scored. `prefix`: one BOS/EOS token before each window, every token scored."""
 
-    @model_validator(mode="after")
-    def _metrics_have_one_meaning(self) -> "ValConfig":
+    def table_faults(self) -> list[Fault]:
+        faults = []
         names = [entry if isinstance(entry, str) else entry.name for entry in self.sets]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"sets: {name!r} is named twice")
-        if len(set(self.seq_lens)) < len(self.seq_lens) or min(self.seq_lens) < 2:
-            raise ValueError(f"seq_lens = {self.seq_lens}: lengths must differ, and be 2 or more")
-        return self
-
-    @model_validator(mode="after")
-    def _sets_are_somewhere(self) -> "ValConfig":
-        named = [entry for entry in self.sets if isinstance(entry, str)]
-        if named and self.data_dir is None:
-            raise ValueError(f"sets: {named[0]!r} is a name in data_dir, which is not set")
-        return self
-
-    @model_validator(mode="after")
-    def _windows_fit_in_a_forward_pass(self) -> "ValConfig":
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            faults.append(Fault(key="sets", message=f"{name!r} is named twice"))
+        if self.data_dir is None:
+            for entry in self.sets:
+                if isinstance(entry, str):
+                    faults.append(Fault(key="sets", message=f"{entry!r} is a name in data_dir, which is not set"))
+        if len(set(self.seq_lens)) < len(self.seq_lens):
+            faults.append(Fault(key="seq_lens", message=f"{self.seq_lens}: each length once"))
         if self.micro_batch_tokens < max(self.seq_lens):
-            raise ValueError(
-                f"micro_batch_tokens = {self.micro_batch_tokens} is less than the longest window, {max(self.seq_lens)}"
-            )
-        return self
+            message = f"{self.micro_batch_tokens} tokens do not hold the longest window, {max(self.seq_lens)}"
+            faults.append(Fault(key="micro_batch_tokens", message=message))
+        return faults

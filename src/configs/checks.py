@@ -1,0 +1,125 @@
+"""Checks that need more than one table, or the disk. Each gives the faults it finds, at full keys.
+
+They run when a command line is resolved, before anything is spawned; not when a config is read back from its JSON.
+"""
+
+from pathlib import Path
+
+from configs.checkpoint import ResumeConfig
+from configs.data import DataConfig, TokensDataConfig
+from configs.errors import Fault
+from configs.launch import DeploymentConfig, RunConfig
+from configs.model import ModelConfig
+from configs.optim import ConstantSchedulerConfig, SchedulerConfig
+from configs.validation import ValConfig
+
+
+def check_weights(model: ModelConfig, *, resuming: bool) -> list[Fault]:
+    """The model is described, and something decides its weights. When resuming, `[model.init]` is skipped."""
+    if model.arch is None and model.name is not None:
+        message = (
+            f'is missing: weights of "{model.name}" cannot be loaded yet; describe the model in [model.arch] and '
+            "train it from scratch with [model.init]"
+        )
+        return [Fault(key="model.arch", message=message)]
+    faults = []
+    if model.arch is None:
+        message = 'is missing: a table that describes the model, for example model_type = "llama" and its sizes'
+        faults.append(Fault(key="model.arch", message=message))
+    if model.init is None and not resuming:
+        message = "is missing: nothing says where the weights come from; [model.init] draws them, [resume] loads them"
+        faults.append(Fault(key="model.init", message=message))
+    return faults
+
+
+def check_batch(data: DataConfig, deployment: DeploymentConfig) -> list[Fault]:
+    """Every rank gets whole micro-batches, where the number of ranks is known."""
+    ranks = deployment.num_train_gpus
+    if ranks is None or data.batch_size % (data.micro_batch_size * ranks) == 0:
+        return []
+    message = (
+        f"{data.batch_size} is not a multiple of data.micro_batch_size x deployment.num_train_gpus = "
+        f"{data.micro_batch_size} x {ranks}"
+    )
+    return [Fault(key="data.batch_size", message=message)]
+
+
+def check_schedule(scheduler: SchedulerConfig, *, lr: float, total_steps: int | None) -> list[Fault]:
+    """The phases fit into the run, and the rate falls.
+
+    Args:
+        scheduler: the schedule.
+        lr: peak learning rate.
+        total_steps: steps of the run; None while only `data.max_epochs` bounds it, then only fractions are checked.
+    """
+    if isinstance(scheduler, ConstantSchedulerConfig):
+        return []
+    faults = []
+    phases = scheduler.phases()
+    names = " + ".join(phases)
+    first = next(iter(phases)) if len([length for length in phases.values() if length]) < 2 else list(phases)[-1]
+    given = " + ".join(f"{length}" for length in phases.values())
+    if total_steps is None:
+        if sum(length for length in phases.values() if length < 1) > 1:
+            message = f"{names} = {given} is more than the whole run"
+            faults.append(Fault(key=f"scheduler.{first}", message=message))
+    elif sum(length * total_steps if 0 < length < 1 else length for length in phases.values()) > total_steps:
+        message = f"{names} = {given} is longer than the run, max_steps = {total_steps}"
+        faults.append(Fault(key=f"scheduler.{first}", message=message))
+    if scheduler.min_lr > lr:
+        faults.append(Fault(key="scheduler.min_lr", message=f"{scheduler.min_lr} is above the peak, optim.lr = {lr}"))
+    return faults
+
+
+def check_resume(resume: ResumeConfig | None, run: RunConfig, *, clean: bool, max_steps: int | None) -> list[Fault]:
+    """What is resumed can be found, and is not deleted first.
+
+    Args:
+        resume: `[resume]`.
+        run: `[run]`.
+        clean: whether the run directory is emptied first.
+        max_steps: steps of the run, None where the checkpoint's step says nothing about them.
+    """
+    if resume is None:
+        return []
+    faults = []
+    if clean:
+        faults.append(Fault(key="clean", message="would delete what [resume] goes on from; give only one of them"))
+    if resume.dir is None and run.name is None:
+        message = "is missing: the name of the run to go on with; or give resume.dir to fork another"
+        faults.append(Fault(key="run.name", message=message))
+    if resume.dir is not None:
+        faults += _check_folder("resume.dir", resume.dir)
+    if resume.step is not None and max_steps is not None and resume.step > max_steps:
+        faults.append(Fault(key="resume.step", message=f"{resume.step} is past the end, max_steps = {max_steps}"))
+    return faults
+
+
+def check_folders(data: DataConfig, val: ValConfig | None) -> list[Fault]:
+    """The data is there."""
+    faults = []
+    if isinstance(data, TokensDataConfig):
+        faults += [fault for path in data.paths for fault in _check_exists("data.paths", path)]
+    if val is None:
+        return faults
+    if val.data_dir is not None:
+        faults += _check_folder("val.data_dir", val.data_dir)
+    for entry in val.sets:
+        if not isinstance(entry, str):
+            faults += _check_exists("val.sets", entry.path)
+        elif val.data_dir is not None and not _check_folder("val.data_dir", val.data_dir):
+            faults += _check_exists("val.sets", val.data_dir / entry)
+    return faults
+
+
+def _check_exists(key: str, path: Path) -> list[Fault]:
+    try:
+        exists = path.exists()
+    except (OSError, ValueError) as error:
+        return [Fault(key=key, message=f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")]
+    return [] if exists else [Fault(key=key, message=f"{path} does not exist")]
+
+
+def _check_folder(key: str, path: Path) -> list[Fault]:
+    faults = _check_exists(key, path)
+    return faults or ([] if path.is_dir() else [Fault(key=key, message=f"{path} is not a folder")])
