@@ -47,7 +47,8 @@ class ValConfig(BaseConfig):
     """Tokens per forward pass and rank. No result depends on it."""
 
     context: Literal["none", "prefix"] = "none"
-    """`none`: a window's first token is not scored. `prefix`: one BOS/EOS token before each window, every token scored."""
+    """`none`: a window's first token is not scored. `prefix`: one BOS or EOS token before each window, and every
+    token is scored."""
 
     def table_faults(self) -> list[Fault]:
         faults = []

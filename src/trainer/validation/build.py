@@ -68,8 +68,7 @@ def _prefix_id(tokenizer: "PreTrainedTokenizerBase", byte_counts: "np.ndarray") 
 def _locate(entry: str | ValSetConfig, data_dir: Path | None) -> ValSetConfig:
     if isinstance(entry, ValSetConfig):
         return entry
-    if data_dir is None:
-        raise ConfigError.one(_SETS, f"{entry!r} is a name in val.data_dir, which is not set")
+    assert data_dir is not None, "ValConfig refuses names without data_dir"
     return ValSetConfig(name=entry, path=data_dir / entry)
 
 
