@@ -1,0 +1,56 @@
+"""Ranks fail together: what goes wrong on one is raised on all, instead of leaving the others in a collective."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from trainer.errors import RunError
+from trainer.parallel.mesh import Mesh
+
+T = TypeVar("T")
+
+NAMED_ERRORS = (RunError, OSError, RuntimeError, CheckpointException)
+"""What a full disk, a lost peer or a damaged file raises; anything else is a bug and keeps its type and traceback."""
+
+
+def agree(mesh: Mesh, action: Callable[[], T]) -> list[T]:
+    """Run `action` on every rank and wait for all of them. Collective on `mesh.host_group`.
+
+    Returns:
+        Its results, by rank.
+
+    Raises:
+        RunError: on every rank, when it failed on any.
+    """
+    result: T | None = None
+    failure: BaseException | None = None
+    try:
+        result = action()
+    except (Exception, CheckpointException) as error:
+        failure = error
+    answer = (result, None if failure is None else describe(failure))
+    answers = [answer]
+    if mesh.host_group is not None:
+        gathered: list[tuple[T | None, str | None]] = [answer] * mesh.world_size
+        dist.all_gather_object(gathered, answer, group=mesh.host_group)
+        answers = gathered
+    if failure is not None and not isinstance(failure, NAMED_ERRORS):
+        raise failure
+    # Ranks that share a disk tell the same story; once is enough.
+    texts = list(dict.fromkeys(text for _, text in answers if text is not None))
+    if texts:
+        raise RunError("; ".join(texts)) from failure
+    return [result for result, _ in answers]  # type: ignore[misc]
+
+
+def describe(error: BaseException) -> str:
+    """One line about an error, without the traceback that CheckpointException prints."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(dict.fromkeys(describe(failure) for failure, _ in error.failures.values()))
+    if isinstance(error, RunError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,248 @@
+"""The folder of a run's checkpoints: what is whole, what is left over from a killed run, what may go.
+
+checkpoints/
+  step_200/            whole, or damaged later; never half-written
+    __0_0.distcp       tensors, one file per rank
+    .metadata          where each tensor lies
+    state.json         everything else, and the size of every file
+  .step_300.tmp/       being written
+  .step_200.old/       being replaced by a new step_200, put back if that does not happen
+  .step_100.gone/      being removed
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from configs.errors import ConfigError
+from trainer.checkpoint.safe_reader import DamagedError, read_metadata
+from trainer.errors import RunError
+
+FOLDER_NAME = "checkpoints"
+STATE_NAME = "state.json"
+FORMAT_VERSION = 1
+
+_STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
+_LEFTOVER_NAME = re.compile(r"\.step_\d+\.(tmp|old|gone)")
+
+logger = logging.getLogger(__name__)
+
+
+def step_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lies once it is whole."""
+    return folder / f"step_{step}"
+
+
+def list_steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints in `folder`, ascending by number; damaged ones included, half-written ones not."""
+    if not folder.is_dir():
+        return []
+    matches = (_STEP_NAME.fullmatch(path.name) for path in folder.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def find_checkpoint(run_dir: Path, step: int | None, say: Callable[[str], None]) -> Path:
+    """The checkpoint to resume from.
+
+    Args:
+        run_dir: the run that wrote it.
+        step: its step; None: the newest whole one.
+        say: told about each damaged one that is passed over.
+
+    Raises:
+        ConfigError: there is none, or the one asked for is missing or damaged.
+    """
+    folder = run_dir / FOLDER_NAME
+    steps = list_steps(folder)
+    if not steps:
+        raise ConfigError.one("resume", f"there is no checkpoint in {folder}")
+    if step is not None:
+        return _find_step(folder, step, steps)
+    for candidate in reversed(steps):
+        path = step_path(folder, candidate)
+        reason = damage(path)
+        if reason is None:
+            return path
+        say(f"checkpoint {path} is damaged and passed over: {reason}")
+    raise ConfigError.one("resume", f"every checkpoint in {folder} is damaged: {_name(steps)}")
+
+
+def _find_step(folder: Path, step: int, steps: list[int]) -> Path:
+    path = step_path(folder, step)
+    if step not in steps:
+        raise ConfigError.one("resume.step", f"there is no step_{step} in {folder}; there are {_name(steps)}")
+    reason = damage(path)
+    if reason is not None:
+        whole = [other for other in steps if damage(step_path(folder, other)) is None]
+        raise ConfigError.one("resume.step", f"{path} is damaged: {reason}; whole are {_name(whole)}")
+    return path
+
+
+def _name(steps: list[int], most: int = 20) -> str:
+    names = [f"step_{step}" for step in steps[-most:]]
+    return ", ".join((["..."] if len(steps) > most else []) + names) or "none"
+
+
+def damage(path: Path) -> str | None:
+    """Why the checkpoint at `path` cannot be loaded, or None when it is whole."""
+    try:
+        read_manifest(path)
+        read_metadata(path)
+    except DamagedError as error:
+        return str(error)
+    return None
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What `Checkpointer.save` was given as state.
+
+    Raises:
+        RunError: the checkpoint is damaged.
+    """
+    try:
+        return read_manifest(path)["state"]
+    except DamagedError as error:
+        raise RunError(f"checkpoint {path} cannot be loaded: {error}") from error
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The content of `state.json`, after a look at the size of every file it lists.
+
+    Raises:
+        DamagedError: it cannot be read, or a file is missing or of another size.
+    """
+    try:
+        manifest = json.loads((path / STATE_NAME).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DamagedError(f"{STATE_NAME} is missing") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedError(f"{STATE_NAME} cannot be read ({error})") from error
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("state"), dict):
+        raise DamagedError(f"{STATE_NAME} is not of the known format")
+    if manifest.get("format") != FORMAT_VERSION:
+        raise DamagedError(f"{STATE_NAME} has format {manifest.get('format')!r}; this version reads {FORMAT_VERSION}")
+    match = _STEP_NAME.fullmatch(path.name)
+    if match and int(match[1]) != manifest.get("step"):
+        raise DamagedError(f"{STATE_NAME} is of step {manifest.get('step')!r}")
+    if not isinstance(manifest.get("files"), dict):
+        raise DamagedError(f"{STATE_NAME} does not list the files")
+    for name, size in manifest["files"].items():
+        try:
+            found = (path / name).stat().st_size
+        except (OSError, ValueError) as error:  # ValueError: no possible name
+            raise DamagedError(f"{name} is missing") from error
+        if found != size:
+            raise DamagedError(f"{name} has {found} bytes instead of {size}")
+    return manifest
+
+
+def prepare(folder: Path) -> None:
+    """Make `folder`, and clear what a killed run left in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if not _LEFTOVER_NAME.fullmatch(path.name):
+            continue
+        final = folder / path.stem[1:]
+        if path.suffix == ".old" and not final.exists():
+            path.rename(final)  # killed between the two renames of `commit`
+        else:
+            shutil.rmtree(path)
+
+
+def make_empty(path: Path) -> None:
+    """A new folder at `path`, whatever was there."""
+    if path.exists():
+        shutil.rmtree(path)
+    path.mkdir()
+
+
+def commit(temporary: Path, final: Path, *, step: int, state: dict[str, Any], files: Mapping[str, int]) -> None:
+    """Complete the written folder and give it its name. Killed at any moment, no folder of that name is half-written.
+
+    Args:
+        temporary: holds the tensors, already on disk.
+        final: the name that says that the checkpoint is whole.
+        state: everything that is no tensor, JSON-able.
+        files: size in bytes of every file of tensors.
+    """
+    manifest = {"format": FORMAT_VERSION, "step": step, "files": dict(sorted(files.items())), "state": state}
+    (temporary / STATE_NAME).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    sync(temporary / STATE_NAME)
+    sync(temporary)
+    replaced = None
+    if final.exists():
+        # A folder cannot be renamed over one that holds files. `prepare` puts this one back if we are killed here.
+        replaced = _hide(final, "old")
+    temporary.rename(final)
+    sync(final.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or a folder's entries are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def prune(folder: Path, step: int, *, keep_last: int | None, keep_interval: int | None) -> None:
+    """Remove old checkpoints after that of `step` was committed.
+
+    Kept are the newest `keep_last` whole ones up to `step`, multiples of `keep_interval`, and all later ones (of a
+    run that was resumed from further back: they are not this run's to judge). A damaged one does not count, so that
+    `keep_last` can be relied on, and goes only once it is older than all that do.
+
+    A checkpoint that cannot be removed is no reason to end a training: that is logged, and tried again next time.
+    """
+    if keep_last is None:
+        return
+    kept = 0
+    for candidate in reversed([other for other in list_steps(folder) if other <= step]):
+        path = step_path(folder, candidate)
+        if kept < keep_last:
+            kept += damage(path) is None
+        elif keep_interval is None or candidate % keep_interval:
+            # Renamed first: killed in the removal, nothing is left that looks like a damaged checkpoint.
+            _hide(path, "gone")
+    for path in folder.glob(".step_*.gone"):
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            logger.warning("the old checkpoint %s cannot be removed: %s", path, error)
+
+
+def _hide(path: Path, suffix: str) -> Path:
+    hidden = path.with_name(f".{path.name}.{suffix}")
+    if hidden.exists():
+        shutil.rmtree(hidden)
+    return path.rename(hidden)
+
+
+def require_space(folder: Path, num_bytes: int) -> None:
+    """Check that a checkpoint fits.
+
+    Args:
+        folder: where it will lie; need not exist yet.
+        num_bytes: its size.
+
+    Raises:
+        RunError: it does not.
+    """
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < num_bytes:
+        raise RunError(
+            f"not enough disk space for a checkpoint in {folder}: it needs {_size(num_bytes)}, free are {_size(free)}"
+        )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
