@@ -132,6 +132,9 @@ class WandbMonitor:
             return
         try:
             self._run.finish(exit_code=exit_code)
+            # Offline, finish returns while wandb's own process still holds rows in memory, and a worker that ends
+            # by os._exit would lose them.
+            wandb.teardown(exit_code)
         except Exception as error:  # as above
             self._give_up(error)
         self._run = None
