@@ -11,13 +11,13 @@ from configs.errors import Fault
 class CheckpointConfig(BaseConfig):
     """`[ckpt]`: checkpoints in <run_dir>/checkpoints/step_N."""
 
-    interval: int | None = Field(None, ge=1)
+    interval: int | None = Field(default=None, ge=1)
     """Save after every interval-th step; the last step is always saved."""
 
-    keep_last: int | None = Field(None, ge=1)
+    keep_last: int | None = Field(default=None, ge=1)
     """Keep only the newest checkpoints."""
 
-    keep_interval: int | None = Field(None, ge=1)
+    keep_interval: int | None = Field(default=None, ge=1)
     """Keep every checkpoint whose step is a multiple of this, whatever keep_last says."""
 
     async_save: bool = True
@@ -45,7 +45,7 @@ class CheckpointConfig(BaseConfig):
 class ResumeConfig(BaseConfig):
     """`[resume]`: go on from a checkpoint. Empty: the newest whole one of this run."""
 
-    step: int | None = Field(None, ge=0)
+    step: int | None = Field(default=None, ge=0)
     """Step of the checkpoint. Unset: the newest whole one."""
 
     dir: Path | None = None
@@ -55,8 +55,8 @@ class ResumeConfig(BaseConfig):
 class NanGuardConfig(BaseConfig):
     """`[nan_guard]`: what to do about steps whose loss or gradient is not finite (their update is always skipped)."""
 
-    max_consecutive: int = Field(10, ge=1)
+    max_consecutive: int = Field(default=10, ge=1)
     """After this many such steps in a row the run goes back to its last checkpoint and passes over their rows."""
 
-    max_rewinds: int = Field(1, ge=0)
+    max_rewinds: int = Field(default=1, ge=0)
     """How often it may go back before it stops with an error; 0 stops at once."""

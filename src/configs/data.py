@@ -12,25 +12,25 @@ from configs.errors import Fault
 class RowsConfig(BaseConfig):
     """What all data types share."""
 
-    seq_len: int = Field(2048, ge=2)
+    seq_len: int = Field(default=2048, ge=2)
     """Tokens per row."""
 
-    batch_size: int = Field(128, ge=1)
+    batch_size: int = Field(default=128, ge=1)
     """Rows per optimizer step, over all ranks."""
 
-    micro_batch_size: int = Field(1, ge=1)
+    micro_batch_size: int = Field(default=1, ge=1)
     """Rows per rank and micro-batch."""
 
-    num_workers: int = Field(2, ge=0)
+    num_workers: int = Field(default=2, ge=0)
     """Threads that fill batches ahead; 0 fills them in the training thread. The rows are the same for any number."""
 
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Seed of the order of rows."""
 
     shuffle: bool = True
     """Read the rows of each epoch in a random order, new every epoch."""
 
-    max_epochs: int | None = Field(None, ge=1)
+    max_epochs: int | None = Field(default=None, ge=1)
     """Bound on the planned passes over the data. With `max_steps` unset, the run takes all steps that fit in it."""
 
     def table_faults(self) -> list[Fault]:
@@ -63,7 +63,7 @@ class FakeDataConfig(RowsConfig):
     input_ids: Literal["increasing", "random"] = "increasing"
     """`increasing`: 0, 1, 2, ... modulo the vocabulary, starting anywhere. `random`: uniform ids."""
 
-    num_rows: int = Field(1_000_000, ge=1)
+    num_rows: int = Field(default=1_000_000, ge=1)
     """Rows in an epoch."""
 
 

@@ -118,14 +118,12 @@ def _pydantic_faults(
             continue
         context = entry.get("ctx", {})
         if entry["type"] == TABLE_FAULTS:
-            found = [
-                Fault(key=dotted((*key, *fault.key.split("."))), message=fault.message) for fault in context["faults"]
-            ]
+            found = [((*key, *fault.key.split(".")), fault.message) for fault in context["faults"]]
         else:
-            found = [Fault(key=dotted(key), message=_words(entry["type"], context, entry["input"], slot, entry["msg"]))]
-        for fault in found:
-            origin = find_origin(origins, tuple(fault.key.split(".")))
-            faults[fault.key, fault.message] = Fault(key=fault.key, message=fault.message, origin=origin)
+            found = [(key, _words(entry["type"], context, entry["input"], slot, entry["msg"]))]
+        for full, message in found:
+            # Each member of a plain union (a count or a fraction) reports the same fault.
+            faults[dotted(full), message] = Fault(key=dotted(full), message=message, origin=find_origin(origins, full))
     return list(faults.values())
 
 

@@ -1,6 +1,7 @@
 """Reading `@` files (TOML, or JSON by the name's end) and JSON values into plain values, with faults in words."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +89,16 @@ def plain(value: Any) -> Any:
     """
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [
-            item for v in level for item in (v.values() if isinstance(v, dict) else v if isinstance(v, list) else ())
-        ]
+        level = [item for outer in level for item in _items(outer)]
         if not level:
             return _plain(value)
     raise ReadError(f"nested more than {MAX_DEPTH} deep")
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _plain(value: Any) -> Any:

@@ -8,15 +8,18 @@ from configs.base import BaseConfig
 class RunConfig(BaseConfig):
     """`[run]`"""
 
-    name: str | None = Field(None, pattern=r"^\w[\w.-]*$")
+    name: str | None = Field(default=None, pattern=r"^\w[\w.-]*$")
     """Folder under output_dir. Unset: <data>--<model>--<8 hex digits>."""
 
 
 class DeploymentConfig(BaseConfig):
     """`[deployment]`"""
 
-    num_train_gpus: int | None = Field(None, ge=1)
+    num_train_gpus: int | None = Field(default=None, ge=1)
     """Worker processes, one per GPU. Unset: every visible GPU, or one process on a machine without."""
 
-    timeout_seconds: int = Field(600, ge=1)
+    timeout_seconds: int = Field(default=600, ge=1)
     """A collective that takes longer ends the run with an error."""
+
+    stop_timeout_seconds: int = Field(300, ge=1)
+    """After Ctrl-C, SIGTERM or SIGUSR1: the time to finish the step and write the checkpoint. Then workers are killed."""

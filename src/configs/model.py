@@ -13,10 +13,10 @@ Dtype = Literal["bfloat16", "float32", "float64"]
 class InitConfig(BaseConfig):
     """`[model.init]`: train from scratch. Values depend on the seed and the parameter's name alone."""
 
-    std: float = Field(0.02, gt=0)
+    std: float = Field(default=0.02, gt=0)
     """Standard deviation of every weight matrix and embedding."""
 
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Seed of the initial weights."""
 
 
@@ -36,7 +36,7 @@ class ActivationCheckpointConfig(BaseConfig):
     mode: Literal["full", "selective"] = "full"
     """`full` keeps only each block's input; `selective` also keeps the results of matrix products and attention."""
 
-    freq: int = Field(1, ge=1)
+    freq: int = Field(default=1, ge=1)
     """Recompute every freq-th block."""
 
 
@@ -100,9 +100,7 @@ class ModelConfig(BaseConfig):
                 message = f'"{dtype}" would lose what optimization_dtype = "float64" keeps; leave it unset'
                 faults.append(Fault(key=key, message=message))
         if self.compute_dtype == "float64" and self.optimization_dtype == "float32":
-            message = (
-                '"float64" needs optimization_dtype = "float64": weights kept in float32 have no more digits to give'
-            )
+            message = '"float64" needs optimization_dtype = "float64": masters in float32 hold no more digits'
             faults.append(Fault(key="compute_dtype", message=message))
         if self.attn == "varlen" and self.resolved_compute_dtype != "bfloat16":
             message = f'"varlen" computes in bfloat16 only, not in {self.resolved_compute_dtype}; use "sdpa" or "auto"'

@@ -22,7 +22,7 @@ class WandbConfig(BaseConfig):
     group: str | None = None
     """Group of runs."""
 
-    tags: list[str] = []
+    tags: list[str] = Field(default_factory=list)
     """Tags of the run."""
 
     mode: Literal["online", "offline"] = "online"
@@ -42,5 +42,5 @@ class LogConfig(BaseConfig):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level shown on the console and in the rank logs."""
 
-    interval: int = Field(1, ge=1)
+    interval: int = Field(default=1, ge=1)
     """Print a console line every interval-th step; metrics.jsonl and wandb get every step."""

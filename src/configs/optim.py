@@ -15,29 +15,29 @@ class AdamWConfig(BaseConfig):
 
     type: Literal["adamw"] = "adamw"
 
-    lr: float = Field(3e-4, ge=0)
+    lr: float = Field(default=3e-4, ge=0)
     """Peak learning rate."""
 
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled decay, on matrices only (embeddings included); norms, biases and other 1-D parameters have none."""
 
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """Decay rates of the two moments."""
 
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""
 
-    max_norm: float | None = Field(1.0, gt=0)
+    max_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm. None: not clipped."""
 
 
 class SchedulerBase(BaseConfig):
     """What the schedules with phases share. Steps count from 0; a number below 1 is a fraction of the run's steps."""
 
-    warmup_steps: int | float = Field(0, ge=0)
+    warmup_steps: int | float = Field(default=0, ge=0)
     """Steps of linear warm-up, (s + 1) / warmup_steps; 0 starts at the peak."""
 
-    min_lr: float = Field(0.0, ge=0)
+    min_lr: float = Field(default=0.0, ge=0)
     """Learning rate of the last step, and of any step past it."""
 
     def phases(self) -> dict[str, int | float]:
@@ -64,7 +64,7 @@ class LinearSchedulerConfig(SchedulerBase):
 
     type: Literal["linear"] = "linear"
 
-    decay_steps: int | float = Field(0, ge=0)
+    decay_steps: int | float = Field(default=0, ge=0)
     """Steps of the final decay to min_lr; 0 holds the peak to the end."""
 
     decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"

@@ -5,8 +5,8 @@ from pathlib import Path
 from pydantic import Field
 
 from configs.base import BaseConfig
-from configs.checks import check_batch, check_folders, check_resume, check_schedule, check_weights
 from configs.checkpoint import CheckpointConfig, NanGuardConfig, ResumeConfig
+from configs.checks import check_batch, check_folders, check_resume, check_schedule, check_weights
 from configs.data import DataConfig
 from configs.errors import Fault
 from configs.launch import DeploymentConfig, RunConfig
@@ -62,7 +62,7 @@ class SFTConfig(BaseConfig):
     clean: bool = False
     """Delete what the run directory holds and start anew."""
 
-    max_steps: int | None = Field(None, ge=0)
+    max_steps: int | None = Field(default=None, ge=0)
     """Optimizer steps of the whole run, resumed ones included. Unset: as many as data.max_epochs allows."""
 
     monitors: MonitorsConfig = MonitorsConfig()

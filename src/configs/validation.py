@@ -25,7 +25,7 @@ class ValSetConfig(BaseConfig):
 class ValConfig(BaseConfig):
     """`[val]`"""
 
-    interval: int | None = Field(None, ge=1)
+    interval: int | None = Field(default=None, ge=1)
     """Validate after every interval-th step."""
 
     eval_on_start: bool = False
@@ -43,7 +43,7 @@ class ValConfig(BaseConfig):
     seq_lens: list[Annotated[int, Field(ge=2)]] = Field(default=[2048], min_length=1)
     """Window lengths; each set is scored at each of them."""
 
-    micro_batch_tokens: int = Field(16384, ge=1)
+    micro_batch_tokens: int = Field(default=16384, ge=1)
     """Tokens per forward pass and rank. No result depends on it."""
 
     context: Literal["none", "prefix"] = "none"

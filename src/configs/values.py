@@ -164,7 +164,7 @@ def _words(member: Any) -> str:
     if origin is Literal:
         return join_or([json.dumps(option) for option in get_args(member)])
     if origin is list:
-        return f"a list of {describe(slot_of(get_args(member)[0]))}"
+        return f"a list, each {describe(slot_of(get_args(member)[0]))}"
     if origin is tuple:
         parts = [describe(slot_of(part)) for part in get_args(member)]
         kinds = f"each {parts[0]}" if len(set(parts)) == 1 else ", ".join(parts)
