@@ -1,6 +1,7 @@
 """A stub model with exact document isolation, and helpers to build validations of hand-made shards."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ class StubLM(CausalLM):
         hidden = torch.empty(batch.num_tokens, 8, dtype=self.embedding.dtype)
         embedded = self.embedding[batch.input_ids.flatten()]
         ends = batch.segments.host_cu_seqlens.tolist()
-        for start, end in zip(ends[:-1], ends[1:], strict=True):
+        for start, end in pairwise(ends):
             hidden[start:end] = embedded[start:end].cumsum(0) / torch.arange(1, end - start + 1)[:, None]
         losses = nn.functional.cross_entropy(
             hidden @ self.embedding.T, batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
