@@ -21,5 +21,5 @@ class DeploymentConfig(BaseConfig):
     timeout_seconds: int = Field(default=600, ge=1)
     """A collective that takes longer ends the run with an error."""
 
-    stop_timeout_seconds: int = Field(300, ge=1)
-    """After Ctrl-C, SIGTERM or SIGUSR1: the time to finish the step and write the checkpoint. Then workers are killed."""
+    stop_timeout_seconds: int = Field(default=300, ge=1)
+    """After Ctrl-C, SIGTERM or SIGUSR1: time to finish the step and write the checkpoint. Then workers are killed."""

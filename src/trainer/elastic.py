@@ -1,0 +1,163 @@
+"""Worker processes through torch's elastic agent.
+
+The agent starts them, each in a session of its own, and gives them a store to meet at on a free port. It runs in a
+thread, where it installs no signal handlers: its own would kill workers that are saving a checkpoint.
+"""
+
+import logging
+import os
+import signal
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+_POLL_SECONDS = 0.3
+"""How often the agent looks at its workers. The launcher looks more often, so that it sees a death first."""
+
+
+class WorkerGroup:
+    """The processes of one attempt, from `start` until `is_alive` says no."""
+
+    def __init__(self, command: Sequence[str], *, num_workers: int, env: Mapping[str, str]) -> None:
+        """
+        Args:
+            command: program and arguments of every worker.
+            num_workers: processes.
+            env: added to the environment of each.
+        """
+        # The agent replaces ${local_rank} in arguments; a dollar in a path is to stay one.
+        program, *arguments = (part.replace("$", "$$") for part in command)
+        rendezvous = RendezvousParameters(
+            backend="c10d",
+            endpoint="localhost:0",
+            run_id=uuid.uuid4().hex,
+            min_nodes=1,
+            max_nodes=1,
+            # Without it the host's full name is looked up, and many machines cannot find their own.
+            local_addr="localhost",
+            is_host="true",
+        )
+        self._rendezvous = get_rendezvous_handler(rendezvous)
+        spec = WorkerSpec(
+            role="trainer",
+            local_world_size=num_workers,
+            entrypoint=program,
+            args=tuple(arguments),
+            rdzv_handler=self._rendezvous,
+            max_restarts=0,
+            monitor_interval=_POLL_SECONDS,
+            local_addr="localhost",
+        )
+        self._agent = LocalElasticAgent(spec, _InheritedStreams(env))
+        self._thread = threading.Thread(target=self._run, name="elastic agent", daemon=True)
+        self._result: RunResult | None = None
+        self._error: BaseException | None = None
+        self._gone: set[int] = set()
+        _silence_agent()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait(self, seconds: float) -> None:
+        """Until all workers are gone, or this long. Signal handlers run meanwhile."""
+        self._thread.join(seconds)
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def exit_codes(self) -> dict[int, int]:
+        """Exit codes of failed workers by rank, negative for a signal, once all are gone.
+
+        Raises:
+            Exception: what kept the agent from starting the workers.
+        """
+        if self._error is not None:
+            raise self._error
+        failures = self._result.failures if self._result is not None else {}
+        return {rank: failure.exitcode for rank, failure in failures.items()}
+
+    def pids(self) -> dict[int, int]:
+        """Process ids of the workers started, by rank. Also of those that are gone."""
+        workers = self._agent.get_worker_group().workers
+        return {worker.global_rank: worker.id for worker in workers if isinstance(worker.id, int)}
+
+    def find_dead(self) -> set[int]:
+        """Ranks that died since the last call, of a signal or with an exit code other than 0.
+
+        Looks without reaping, which is the agent's part. Misses one that the agent reaped in the same moment.
+        """
+        dead = set()
+        for rank, pid in self.pids().items():
+            if rank in self._gone:
+                continue
+            try:
+                info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                self._gone.add(rank)
+                continue
+            if info is not None:
+                self._gone.add(rank)
+                if info.si_code != os.CLD_EXITED or info.si_status != 0:
+                    dead.add(rank)
+        return dead
+
+    def send(self, rank: int, signum: int) -> None:
+        """A signal to one worker."""
+        if self._is_running(rank):
+            with suppress(ProcessLookupError):
+                os.kill(self.pids()[rank], signum)
+
+    def kill(self) -> None:
+        """SIGKILL to every worker and what it started, as far as that stayed in its process group."""
+        for pid in self.pids().values():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _is_running(self, rank: int) -> bool:
+        try:
+            return os.waitid(os.P_PID, self.pids()[rank], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:
+            return False
+
+    def _run(self) -> None:
+        try:
+            self._result = self._agent.run()
+        except BaseException as error:
+            self._error = error
+        finally:
+            with suppress(Exception):  # nobody else waits at this rendezvous
+                self._rendezvous.shutdown()
+
+
+class _InheritedStreams(LogsSpecs):
+    """Workers keep the launcher's streams (each turns its own output into its file) and get more environment."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        super().__init__()
+        self._env = env
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for env in envs.values():
+            env.update(self._env)
+        inherited = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=inherited, stderrs=inherited, error_files=inherited)
+
+    @property
+    def root_log_dir(self) -> str:
+        return ""
+
+
+def _silence_agent() -> None:
+    """Its warnings tell in its own terms what the launcher tells in ours."""
+    manager: Any = logging.Logger.manager
+    for name in list(manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
