@@ -1,16 +1,22 @@
 """The interface that training code knows of a model."""
 
-from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from models.batch import Batch
+from models.counts import MatrixShapes, ParameterCounts, count_parameters
+from models.layers.block import DecoderBlock
+from models.layers.norm import RMSNorm
 
 
-class LossOutput(NamedTuple):
-    """What `CausalLM.forward` returns. A tuple, because FSDP looks for tensors in outputs and knows no dataclasses."""
+@dataclass(frozen=True, kw_only=True)
+class LossOutput:
+    """What `CausalLM.forward` returns."""
 
     loss: Tensor
     """() sum of `nats` times the loss scale; call backward() on it."""
@@ -22,6 +28,10 @@ class LossOutput(NamedTuple):
     """(rows, seq_len) bool: the most likely token is the label; False where there is none. None unless asked for."""
 
 
+# FSDP finds the loss in the root's output by flattening it, and hangs its backward hook there.
+torch.export.register_dataclass(LossOutput)
+
+
 class InitRule(Protocol):
     """A family's own rule for one parameter's first values."""
 
@@ -30,11 +40,16 @@ class InitRule(Protocol):
         ...
 
 
+def ones(generator: np.random.Generator, count: int) -> np.ndarray:
+    """The rule of norm gains."""
+    return np.ones(count, np.float32)
+
+
 class CausalLM(nn.Module):
     """A decoder with its loss. Families derive from it; training code uses nothing else.
 
     The head owns the loss because FSDP's hooks gather its weight, and because the logits of a whole batch must never
-    exist at once.
+    exist at once. Embedding, final norm and head belong to the root's FSDP unit: a tied head reads the embedding.
     """
 
     def forward(self, batch: Batch, loss_scale: Tensor | None = None, greedy: bool = False) -> LossOutput:
@@ -44,18 +59,76 @@ class CausalLM(nn.Module):
             batch: the rows.
             loss_scale: () on the batch's device, normally 1 / loss tokens of the global batch; None is 1.
             greedy: also say where the most likely token is the label.
+
+        Raises:
+            ValueError: the attention chosen cannot run on the batch's device, dtype or form.
         """
         raise NotImplementedError
 
     def logits(self, batch: Batch) -> Tensor:
-        """(rows, seq_len, vocab_size) logits in fp32 (fp64 in float64 runs). For generation and tests: holds them all."""
+        """(rows, seq_len, vocab_size) logits in fp32 (fp64 in float64 runs), all at once: for generation and tests."""
         raise NotImplementedError
 
     @property
-    def blocks(self) -> Iterable[nn.Module]:
+    def blocks(self) -> Sequence[DecoderBlock]:
         """The transformer blocks: units of compile, activation checkpointing and sharding."""
         raise NotImplementedError
 
+    @property
+    def vocabulary_matrices(self) -> Sequence[Tensor]:
+        """The embedding parameters by the rule of models.counts: input table, and output head unless tied."""
+        raise NotImplementedError
+
+    @property
+    def matrix_shapes(self) -> MatrixShapes:
+        """What decides the FLOPs."""
+        raise NotImplementedError
+
     def init_rules(self) -> dict[str, InitRule]:
-        """Parameters (by canonical name) with a rule of their own. The others: see models.init."""
-        return {}
+        """Parameters (by canonical name) with a rule of their own: norm gains are 1. The others: see models.init."""
+        return {
+            f"{name}.weight" if name else "weight": ones
+            for name, module in self.named_modules()
+            if isinstance(module, RMSNorm)
+        }
+
+    def apply_activation_checkpointing(self, mode: Literal["full", "selective"], freq: int) -> None:
+        """Recompute activations of every freq-th block in the backward pass. Values and parameter names stay the same.
+
+        Args:
+            mode: `full` keeps a block's input only, `selective` also the results of matrix products and attention.
+            freq: 1 is every block.
+        """
+        for block in list(self.blocks)[::freq]:
+            block.recompute_activations(mode)
+
+    def compile_blocks(self, mode: str, fullgraph: bool) -> None:
+        """Compile each block with torch.compile; look-alike blocks share a graph. Parameter names stay the same.
+
+        One graph per shape of (rows, seq_len) and grad mode is expected: training, and each validation length. More
+        shapes than `torch._dynamo.config.recompile_limit`, raised here, are an error instead of a silent return to
+        eager speed.
+        """
+        torch._dynamo.config.recompile_limit = 64
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+        for block in self.blocks:
+            block.compile_body(mode, fullgraph)
+
+    @property
+    def num_inactive_params(self) -> int:
+        """Parameters that a token does not pass through: 0 in a dense model."""
+        return 0
+
+    def count_parameters(self) -> ParameterCounts:
+        """Numbers of parameters; the rule of what an embedding is stands in models.counts."""
+        return count_parameters(self)
+
+    def flops(self, num_tokens: int, attention_pairs: int) -> int:
+        """FLOPs of the matrix products, forward and backward: output head in, embedding look-up out; attention over
+        the pairs really attended. See MatrixShapes.flops."""
+        return self.matrix_shapes.flops(num_tokens, attention_pairs)
+
+    def flops_6dn(self, num_tokens: int) -> int:
+        """6 D N, the usual estimate: N is the active parameters, output head in (tied or not), input table out."""
+        active = self.count_parameters().num_active_non_embedding_params
+        return 6 * (active + self.matrix_shapes.head_params) * num_tokens

@@ -1,0 +1,1 @@
+"""The dense decoder: llama, qwen3."""

@@ -1,0 +1,139 @@
+"""The dense decoder of `llama` and `qwen3`, in Hugging Face's layout and parameter names.
+
+One implementation serves both: they differ in the q/k norm and in which biases their configs offer.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from models.base import CausalLM, LossOutput
+from models.batch import Batch
+from models.counts import MatrixShapes
+from models.dense.checks import refuse_unsupported, rope_theta
+from models.layers.attention import Attention, AttentionForm, SequenceContext
+from models.layers.block import DecoderBlock
+from models.layers.lm_head import LMHead
+from models.layers.mlp import SwiGLU
+from models.layers.norm import RMSNorm
+
+
+class DenseBlock(DecoderBlock):
+    """Pre-norm attention and feed-forward, each with a residual."""
+
+    def __init__(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.self_attn = Attention(
+            hidden_size=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            bias=config.attention_bias,
+            qk_norm_eps=config.rms_norm_eps if config.model_type == "qwen3" else None,
+            dtype=dtype,
+        )
+        mlp_bias = getattr(config, "mlp_bias", False)  # qwen3 has no such field
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, mlp_bias, dtype)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+
+    def body(self, hidden: Tensor, context: SequenceContext) -> Tensor:
+        """(rows, seq_len, hidden_size) -> the same."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), context)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class DenseDecoder(nn.Module):
+    """Embedding, blocks, final norm: the `model.` of the parameter names."""
+
+    def __init__(self, config: PretrainedConfig, attn: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.attn = attn
+        self.head_dim: int = config.head_dim
+        self.rope_theta = rope_theta(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = nn.ModuleList(DenseBlock(config, dtype) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.compiled: bool = False
+        self.fullgraph: bool = False
+
+    def forward(self, batch: Batch) -> Tensor:
+        """(rows, seq_len, hidden_size) final hidden states."""
+        hidden = self.embed_tokens(batch.input_ids)
+        context = SequenceContext(
+            batch, attn=self.attn, head_dim=self.head_dim, rope_theta=self.rope_theta, dtype=hidden.dtype
+        )
+        if self.compiled:
+            context.mark_dynamic()
+        if self.fullgraph and context.form is AttentionForm.SEGMENTS:
+            raise ValueError(
+                'model.compile.fullgraph does not go with attn = "sdpa" on packed documents: its loop over documents '
+                'cannot be part of a graph; use attn = "varlen", rows of one document, or fullgraph = false'
+            )
+        for block in self.layers:
+            hidden = block(hidden, context)
+        return self.norm(hidden)
+
+
+class DenseForCausalLM(CausalLM):
+    """The dense decoder with its head and loss."""
+
+    def __init__(self, config: PretrainedConfig, *, seq_len: int, attn: str, dtype: torch.dtype) -> None:
+        """
+        Args:
+            config: of a model type that models.registry gives to this family.
+            seq_len: longest row, for checks only.
+            attn: "sdpa" or "varlen".
+            dtype: of the parameters; the computation has the dtype that they have when forward runs.
+
+        Raises:
+            ArchError: the config asks for what is not implemented here.
+        """
+        super().__init__()
+        refuse_unsupported(config, seq_len=seq_len, attn=attn)
+        self.config = config
+        self.model = DenseDecoder(config, attn, dtype)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, tied=config.tie_word_embeddings, dtype=dtype)
+
+    def forward(self, batch: Batch, loss_scale: Tensor | None = None, greedy: bool = False) -> LossOutput:
+        """Loss of one micro-batch; see CausalLM.forward."""
+        hidden = self.model(batch)
+        loss, nats, hits = self.lm_head(hidden, batch.labels, loss_scale, greedy, self._tied_weight)
+        return LossOutput(loss=loss, nats=nats, greedy_hits=hits)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """(rows, seq_len, vocab_size) in fp32 (fp64 in float64 runs)."""
+        return self.lm_head.logits(self.model(batch), self._tied_weight)
+
+    @property
+    def _tied_weight(self) -> Tensor | None:
+        # Read at each use: FSDP swaps the parameter object between its sharded and its gathered form.
+        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else None
+
+    @property
+    def blocks(self) -> Sequence[DecoderBlock]:
+        """The decoder blocks in order."""
+        return [block for block in self.model.layers if isinstance(block, DecoderBlock)]
+
+    @property
+    def vocabulary_matrices(self) -> Sequence[Tensor]:
+        """Embedding table, and the head's weight unless tied."""
+        head = self.lm_head.weight
+        return [self.model.embed_tokens.weight] if head is None else [self.model.embed_tokens.weight, head]
+
+    @property
+    def matrix_shapes(self) -> MatrixShapes:
+        """Projections of attention and feed-forward, and the head."""
+        config = self.config
+        return MatrixShapes(
+            block_params=sum(p.numel() for block in self.blocks for p in block.parameters() if p.dim() == 2),
+            head_params=config.vocab_size * config.hidden_size,
+            attention_width=config.num_hidden_layers * config.num_attention_heads * config.head_dim,
+        )
+
+    def compile_blocks(self, mode: str, fullgraph: bool) -> None:
+        """Compile each block; see CausalLM.compile_blocks."""
+        super().compile_blocks(mode, fullgraph)
+        self.model.compiled, self.model.fullgraph = True, fullgraph

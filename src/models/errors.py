@@ -1,0 +1,11 @@
+"""What is wrong with an architecture, at which of its fields."""
+
+
+class ArchError(ValueError):
+    """An architecture that cannot be built: unknown, inconsistent, or asking for what we do not implement."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(f"{key}: {message}" if key else message)
+        self.key = key
+        """Field of `model.arch`, or "" when it is about the whole."""
+        self.message = message

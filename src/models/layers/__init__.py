@@ -1,0 +1,1 @@
+"""Parts that several families are made of."""

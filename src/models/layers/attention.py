@@ -1,0 +1,183 @@
+"""Causal attention inside documents, and the sequence context that blocks read.
+
+Three forms, all exact at document borders because a query never meets a key of another document:
+
+- rows: every row is one document. One `scaled_dot_product_attention` over (rows, seq_len).
+- segments: one `scaled_dot_product_attention` per document. Any device and dtype; the loop runs on the host, from
+  lengths that the host knows.
+- varlen: one `torch.nn.attention.varlen` call for all documents. CUDA, bfloat16 or float16.
+"""
+
+import inspect
+from contextlib import nullcontext
+from enum import StrEnum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+
+from models.batch import Batch
+from models.layers.norm import RMSNorm
+from models.layers.rope import apply_rope, rope_table
+
+
+class AttentionForm(StrEnum):
+    """How the documents of a batch are attended."""
+
+    ROWS = "rows"
+    SEGMENTS = "segments"
+    VARLEN = "varlen"
+
+
+# torch 2.11 takes grouped queries as they are; later versions want to be told.
+_VARLEN_WANTS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+class SequenceContext:
+    """What every block reads of a batch besides the hidden states: RoPE table and document borders.
+
+    A plain class on purpose. FSDP casts the float tensors it finds in the arguments of a wrapped block, dataclasses
+    included, which would round the RoPE table to bf16; and torch.compile guards every field of a frozen dataclass,
+    the ones that differ between batches too, but only the attributes in use of a plain object.
+    """
+
+    def __init__(self, batch: Batch, *, attn: str, head_dim: int, rope_theta: float, dtype: torch.dtype) -> None:
+        """
+        Args:
+            batch: on the device of the model.
+            attn: "sdpa" or "varlen".
+            head_dim: of the RoPE table.
+            rope_theta: of the RoPE table.
+            dtype: of the hidden states.
+
+        Raises:
+            ValueError: `attn` cannot run on this device or dtype.
+        """
+        segments = batch.segments
+        self.cu_seqlens = segments.cu_seqlens
+        self.max_seqlen_carrier = segments.max_seqlen_carrier
+        self.lengths: list[int] = []
+        if segments.full_rows:
+            self.form = AttentionForm.ROWS
+        elif attn == "varlen":
+            if not batch.input_ids.is_cuda or dtype not in (torch.bfloat16, torch.float16):
+                device = batch.input_ids.device.type
+                raise ValueError(
+                    f'attn = "varlen" needs CUDA and bfloat16, not {device} and {dtype}; use attn = "sdpa"'
+                )
+            self.form = AttentionForm.VARLEN
+        else:
+            self.form = AttentionForm.SEGMENTS
+            self.lengths = segments.host_cu_seqlens.diff().tolist()  # host numbers: no device sync
+        phase_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.cos, self.sin = rope_table(batch.position_ids, head_dim, rope_theta, phase_dtype)
+
+    def mark_dynamic(self) -> None:
+        """Tell torch.compile that the number of documents and the longest length vary, so it keeps them symbolic."""
+        if self.form is AttentionForm.VARLEN:
+            torch._dynamo.mark_dynamic(self.cu_seqlens, 0)
+            torch._dynamo.mark_dynamic(self.max_seqlen_carrier, 0)
+
+
+class Attention(nn.Module):
+    """Multi-head attention with grouped queries (Ainslie et al. 2023, arXiv:2305.13245) and RoPE."""
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        qk_norm_eps: float | None,
+        dtype: torch.dtype,
+    ) -> None:
+        """
+        Args:
+            hidden_size: width of the hidden states.
+            num_heads: query heads, a multiple of num_kv_heads.
+            num_kv_heads: key and value heads.
+            head_dim: width of a head; num_heads * head_dim need not be hidden_size.
+            bias: biases on all four projections.
+            qk_norm_eps: RMSNorm of queries and keys over the head dimension, before RoPE; None: no norm.
+            dtype: of the parameters.
+        """
+        super().__init__()
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias, dtype=dtype)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=bias, dtype=dtype)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=bias, dtype=dtype)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias, dtype=dtype)
+        self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype) if qk_norm_eps is not None else None
+        self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype) if qk_norm_eps is not None else None
+
+    def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
+        """(rows, seq_len, hidden_size) -> the same."""
+        heads = (*hidden.shape[:-1], -1, self.head_dim)
+        query = self.q_proj(hidden).view(heads)
+        key = self.k_proj(hidden).view(heads)
+        value = self.v_proj(hidden).view(heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query = apply_rope(query, context.cos, context.sin)
+        key = apply_rope(key, context.cos, context.sin)
+        return self.o_proj(_attend(query, key, value, context).flatten(2))
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
+    """Causal attention inside documents.
+
+    Args:
+        query: (rows, seq_len, heads, head_dim)
+        key: (rows, seq_len, kv heads, head_dim)
+        value: likewise.
+        context: of the batch.
+
+    Returns:
+        (rows, seq_len, heads, head_dim)
+    """
+    if context.form == AttentionForm.ROWS:
+        return _causal_sdpa(query, key, value)
+    flat = (query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1))
+    if context.form == AttentionForm.VARLEN:
+        attended = _varlen(*flat, context.cu_seqlens, context.max_seqlen_carrier.size(0))
+    else:
+        attended = _attend_segments(*flat, context)
+    return attended.view(query.shape)
+
+
+def _causal_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention of (rows, seq_len, heads, head_dim) along seq_len."""
+    groups = query.size(2) // key.size(2)
+    if query.is_cuda and query.dtype == torch.float32 and groups > 1:
+        # No fused fp32 kernel on CUDA takes grouped heads: SDPA would build the seq_len x seq_len matrix.
+        key, value = key.repeat_interleave(groups, 2), value.repeat_interleave(groups, 2)
+        groups = 1
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=groups > 1)
+    return attended.transpose(1, 2)
+
+
+# Compiled, the loop would be unrolled for the lengths of one batch and compiled again for those of the next.
+@torch.compiler.disable
+def _attend_segments(query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
+    """Causal attention of (tokens, heads, head_dim), one call per document."""
+    # split, not slices: the backward of a slice writes a zero-padded tensor of the whole length, per document.
+    documents = zip(*(heads.split(context.lengths) for heads in (query, key, value)), strict=True)
+    return torch.cat([_causal_sdpa(*(heads[None] for heads in document))[0] for document in documents])
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    """Causal attention of (tokens, heads, head_dim) inside cu_seqlens; empty documents at its end are allowed."""
+    options = {"enable_gqa": True} if _VARLEN_WANTS_GQA_FLAG else {}
+    # Flash attention has a deterministic backward and obeys the global flag; of cuDNN's that is not documented.
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if deterministic else nullcontext():
+        attended = varlen_attn(
+            query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=(-1, 0), **options
+        )
+    assert isinstance(attended, Tensor)  # a pair only when the log-sum-exp is asked for
+    return attended
