@@ -79,6 +79,8 @@ class ProgressBar:
         )
         self._task = self._progress.add_task(description, total=total, completed=completed)
         self._progress.start()
+        # rich hides the cursor; a run that is killed would leave the terminal without one.
+        self._progress.console.show_cursor(True)
 
     def update(self, completed: int) -> None:
         """Set the count."""

@@ -75,7 +75,8 @@ def test_on_a_terminal_lines_stand_above_a_bar_with_eta() -> None:
     # Validation is green, a warning yellow, a step's line has no colour.
     assert "\x1b[32mstep 4/4 | val [a] @1k" in output
     assert "\x1b[33mcareful" in output
-    assert "\x1b[?25h" in output, "the cursor must be shown again"
+    # The cursor is back before the first line: a run that is killed must not leave a terminal without one.
+    assert output.rindex("\x1b[?25l") < output.index("\x1b[?25h") < output.index(LINES[0])
 
 
 def test_no_color_is_obeyed() -> None:
