@@ -76,10 +76,11 @@ class FakeSource:
         return np.diff(ends, prepend=0)
 
     def _ids(self, generator: np.random.Generator, lengths: np.ndarray) -> np.ndarray:
-        """(seq_len + 1,) ids: those of the row's documents and the first of the next."""
+        """(seq_len + 1,) ids of the row's documents; the last one goes on beyond the row."""
         if self._input_ids == "random":
             return generator.integers(0, self._vocab_size, self._seq_len + 1)
-        counts = np.append(lengths, 1)
+        counts = lengths.copy()
+        counts[-1] += 1
         starts = np.cumsum(counts) - counts
         firsts = generator.integers(0, self._vocab_size, counts.size)
         return (np.arange(self._seq_len + 1) + np.repeat(firsts - starts, counts)) % self._vocab_size

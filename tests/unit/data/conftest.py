@@ -1,0 +1,60 @@
+"""Hand-made shards for tests that need exact contents, and rows of a source."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer.data.row import Rows, RowSource
+from trainer.data.shards import TokenPool
+from trainer.data.tokens import TokensSource
+
+
+def _write_shard(
+    path: Path,
+    documents: Sequence[Sequence[int]],
+    *,
+    width: int = 2,
+    loss: Sequence[int] | None = None,
+    tokenizer: str = "tiny",
+) -> Path:
+    """The files of one shard in datatrove's format. Documents are given with their EOS."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokens = np.array([token for document in documents for token in document], f"<u{width}")
+    tokens.tofile(path)
+    np.cumsum([len(document) for document in documents]).astype("<u8").tofile(f"{path}.index")
+    Path(f"{path}.metadata").write_text(f"{tokenizer}|{width}\n{tokens.size}\n{tokens.size} T")
+    if loss is not None:
+        np.array(loss, "u1").tofile(f"{path}.loss")
+    return path
+
+
+def _make_source(paths: list[Path], seq_len: int, **options: object) -> TokensSource:
+    settings = {"vocab_size": 1 << 32, "seed": 0, "shuffle": True, "document_masking": True, "tokenizer": {}} | options
+    return TokensSource(TokenPool(paths), seq_len=seq_len, **settings)  # type: ignore[arg-type]
+
+
+def _read_rows(source: RowSource, epoch: int, indices: Sequence[int] | None = None) -> Rows:
+    chosen = np.arange(source.num_rows) if indices is None else np.array(indices)
+    rows = Rows.empty(len(chosen), source.seq_len)
+    source.fill(epoch, chosen, rows)
+    return rows
+
+
+@pytest.fixture(scope="session")
+def write_shard() -> Callable[..., Path]:
+    """write_shard(path, documents, width=2, loss=None, tokenizer="tiny")"""
+    return _write_shard
+
+
+@pytest.fixture(scope="session")
+def make_source() -> Callable[..., TokensSource]:
+    """make_source(paths, seq_len, **options of TokensSource)"""
+    return _make_source
+
+
+@pytest.fixture(scope="session")
+def read_rows() -> Callable[..., Rows]:
+    """read_rows(source, epoch, indices=None): these rows, or all of the epoch"""
+    return _read_rows
