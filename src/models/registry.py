@@ -1,6 +1,7 @@
 """Which families we implement, and how `model.arch` becomes a Hugging Face config and a model."""
 
 import difflib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -91,11 +92,15 @@ def _nearest(name: str, known: Any) -> str:
 
 
 def _construct(config_class: type[PretrainedConfig], fields: dict[str, Any]) -> PretrainedConfig:
+    for key, value in fields.items():
+        is_size = key.startswith("num_") or key.endswith("_size") or key == "head_dim"
+        if is_size and isinstance(value, int) and value < 1:
+            raise ArchError(key, f"must be at least 1, not {value}")
     try:
         return config_class(**fields)
     except Exception as error:  # the config classes raise whatever their validators raise
-        field = getattr(error, "field", None)
-        raise ArchError(field if field in fields else "", " ".join(str(error).split())) from error
+        field = re.search(r"field '(\w+)'", str(error))
+        raise ArchError(field.group(1) if field else "", " ".join(str(error).split())) from error
 
 
 def _check_vocabulary(config: PretrainedConfig, tokenizer_length: int | None) -> None:

@@ -11,6 +11,7 @@ Three forms, all exact at document borders because a query never meets a key of 
 import inspect
 from contextlib import nullcontext
 from enum import StrEnum
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -145,7 +146,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, context: SequenceContext)
     if context.form == AttentionForm.VARLEN:
         attended = _varlen(*flat, context.cu_seqlens, context.max_seqlen_carrier.size(0))
     else:
-        attended = _attend_segments(*flat, context)
+        attended = _attend_segments(*flat, context)  # pyright: ignore[reportCallIssue]: torch types disable() loosely
     return attended.view(query.shape)
 
 
@@ -167,12 +168,12 @@ def _attend_segments(query: Tensor, key: Tensor, value: Tensor, context: Sequenc
     """Causal attention of (tokens, heads, head_dim), one call per document."""
     # split, not slices: the backward of a slice writes a zero-padded tensor of the whole length, per document.
     documents = zip(*(heads.split(context.lengths) for heads in (query, key, value)), strict=True)
-    return torch.cat([_causal_sdpa(*(heads[None] for heads in document))[0] for document in documents])
+    return torch.cat([_causal_sdpa(q[None], k[None], v[None])[0] for q, k, v in documents])
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     """Causal attention of (tokens, heads, head_dim) inside cu_seqlens; empty documents at its end are allowed."""
-    options = {"enable_gqa": True} if _VARLEN_WANTS_GQA_FLAG else {}
+    options: dict[str, Any] = {"enable_gqa": True} if _VARLEN_WANTS_GQA_FLAG else {}
     # Flash attention has a deterministic backward and obeys the global flag; of cuDNN's that is not documented.
     deterministic = torch.are_deterministic_algorithms_enabled()
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if deterministic else nullcontext():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,30 +48,25 @@ class DecoderBlock(nn.Module):
     def _run(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         if self._recompute is None or not torch.is_grad_enabled():
             return self.body(hidden, context)
-        options = {"context_fn": _selective_contexts} if self._recompute == "selective" else {}
+        options: dict[str, Any] = {"context_fn": _selective_contexts} if self._recompute == "selective" else {}
         # The blocks draw no random numbers, and reading the generator's state can make the host wait for the GPU.
         result = checkpoint(self.body, hidden, context, use_reentrant=False, preserve_rng_state=False, **options)
         assert isinstance(result, Tensor)
         return result
 
 
-def _saved_ops() -> frozenset[object]:
-    aten = torch.ops.aten
-    return frozenset(
-        {
-            aten.mm.default,
-            aten.bmm.default,
-            aten.addmm.default,
-            aten._scaled_dot_product_flash_attention.default,
-            aten._scaled_dot_product_flash_attention_for_cpu.default,
-            aten._scaled_dot_product_efficient_attention.default,
-            aten._scaled_dot_product_cudnn_attention.default,
-            torch.ops.torch_attn._varlen_attn.default,
-        }
-    )
-
-
-_SAVED_OPS = _saved_ops()
+_SAVED_OPS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.torch_attn._varlen_attn.default,
+    }
+)
 
 
 def _keep_products(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:

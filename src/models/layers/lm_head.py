@@ -24,6 +24,7 @@ class LMHead(nn.Module):
 
     def __init__(self, hidden_size: int, vocab_size: int, *, tied: bool, dtype: torch.dtype) -> None:
         super().__init__()
+        self.weight: nn.Parameter | None
         weight = None if tied else nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype))
         self.register_parameter("weight", weight)
 
