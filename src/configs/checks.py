@@ -57,15 +57,15 @@ def check_schedule(scheduler: SchedulerConfig, *, lr: float, total_steps: int | 
     faults = []
     phases = scheduler.phases()
     names = " + ".join(phases)
-    first = next(iter(phases)) if len([length for length in phases.values() if length]) < 2 else list(phases)[-1]
     given = " + ".join(f"{length}" for length in phases.values())
+    # The last phase that was asked for is the one that does not fit any more.
+    key = f"scheduler.{[name for name, length in phases.items() if length or name == 'warmup_steps'][-1]}"
     if total_steps is None:
         if sum(length for length in phases.values() if length < 1) > 1:
-            message = f"{names} = {given} is more than the whole run"
-            faults.append(Fault(key=f"scheduler.{first}", message=message))
-    elif sum(length * total_steps if 0 < length < 1 else length for length in phases.values()) > total_steps:
+            faults.append(Fault(key=key, message=f"{names} = {given} is more than the whole run"))
+    elif sum(length * total_steps if length < 1 else length for length in phases.values()) > total_steps:
         message = f"{names} = {given} is longer than the run, max_steps = {total_steps}"
-        faults.append(Fault(key=f"scheduler.{first}", message=message))
+        faults.append(Fault(key=key, message=message))
     if scheduler.min_lr > lr:
         faults.append(Fault(key="scheduler.min_lr", message=f"{scheduler.min_lr} is above the peak, optim.lr = {lr}"))
     return faults

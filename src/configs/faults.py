@@ -9,8 +9,8 @@ from configs.base import TABLE_FAULTS
 from configs.errors import ConfigError, Fault
 from configs.layers import find_origin
 from configs.nearest import did_you_mean, nearest_keys, nearest_word
-from configs.schema import TAG, Key, Slot, dotted, item_slot, slots, table_tags
-from configs.values import accepts, describe, explain_type, join_or, show
+from configs.schema import ANYTHING, TAG, Key, Slot, dotted, item_slot, slots, table_tags
+from configs.values import accepts, describe, explain_type, join_or, misfits_json, show
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -54,7 +54,11 @@ class _Walk:
             if name not in below:
                 self.note(key, self._unknown(key, cls, union))
             elif not accepts(below[name], value):
-                self.note(key, self._wrong_type(below[name], value))
+                misfits = misfits_json(value) if below[name].is_open and isinstance(value, dict) else []
+                for inner, misfit in misfits:
+                    self.note((*key, *inner), self._wrong_type(ANYTHING, misfit))
+                if not misfits:
+                    self.note(key, self._wrong_type(below[name], value))
             elif (kept := self._value(value, below[name], key)) is not None or value is None:
                 sound[name] = kept
         return sound
@@ -112,7 +116,10 @@ def _pydantic_faults(
 ) -> list[Fault]:
     """The faults that pydantic found, without those that only follow from the `known` ones."""
     faults: dict[tuple[str, str], Fault] = {}
-    for entry in error.errors():
+    entries = error.errors()
+    # The walk has judged the types. Left are those of the other members of a union, which its value did not mean.
+    judged = [entry for entry in entries if not entry["type"].endswith("_type")]
+    for entry in judged or entries:
         key, slot = _locate(cls, entry["loc"])
         if any(key[: len(other)] == other or other[: len(key)] == key for other in known):
             continue

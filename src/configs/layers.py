@@ -43,8 +43,7 @@ def flag_layer(flags: Iterable[FlagArgument]) -> tuple[Layer, list[Fault]]:
         if clash is None:
             origins[flag.key] = origin
             continue
-        below = next((origin for key, origin in origins.items() if key[: len(clash)] == clash), "")
-        earlier = (find_origin(origins, clash) or below).removeprefix("flag ")
+        earlier = find_origin(origins, clash).removeprefix("flag ")
         given = f"{flag.flag} is given twice" if earlier == flag.flag else f"{earlier} gives it too"
         hint = "; write all entries after one flag" if isinstance(flag.value, list) else ""
         faults.append(Fault(key=dotted(clash), message=f"{given}: which value holds is unclear{hint}", origin=origin))
@@ -72,11 +71,14 @@ def _put(values: dict[str, Any], key: Key, value: Any, above: Key, origins: dict
 
 
 def find_origin(origins: dict[Key, str], key: Key) -> str:
-    """Who gave the value at `key`: its own entry, else that of the nearest key above; "" where nobody did."""
+    """Who gave the value at `key`: its own entry, else that of the nearest key above, else those of the keys below.
+
+    "" where nobody did.
+    """
     for length in range(len(key), -1, -1):
         if key[:length] in origins:
             return origins[key[:length]]
-    return ""
+    return ", ".join(dict.fromkeys(origin for other, origin in origins.items() if other[: len(key)] == key))
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 import tomli
 
 from configs.files import ReadError, plain, read_json
-from configs.schema import Slot, is_table, item_slot, slot_of
+from configs.schema import Key, Slot, is_table, item_slot, slot_of
 
 MAX_SHOWN = 80
 """Longer values are cut in messages."""
@@ -134,23 +134,21 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_INT
 
 
-def misfits_json(value: Any) -> list[Any]:
-    """What in the value JSON cannot give back: TOML's dates and times, integers beyond 64 bits."""
+def misfits_json(value: Any, above: Key = ()) -> list[tuple[Key, Any]]:
+    """What in the value JSON cannot give back, and where: TOML's dates and times, integers beyond 64 bits."""
     if isinstance(value, (dict, list)):
-        items = value.values() if isinstance(value, dict) else value
-        return [misfit for item in items for misfit in misfits_json(item)]
-    return [] if value is None or isinstance(value, (bool, str, float)) or _is_int(value) else [value]
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return [misfit for name, item in items for misfit in misfits_json(item, (*above, str(name)))]
+    return [] if value is None or isinstance(value, (bool, str, float)) or _is_int(value) else [(above, value)]
 
 
 def explain_type(slot: Slot, value: Any) -> str:
     """What was expected and what came, for a value that the slot does not accept."""
-    misfits = misfits_json(value)
-    if misfits and isinstance(misfits[0], int):
-        return f"{show(misfits[0])} does not fit in 64 bits"
-    if misfits:
-        return f"expected {describe(slot)}, got the date or time {misfits[0]}; put it in quotes if it is text"
+    if isinstance(value, int) and misfits_json(value):
+        return f"{show(value)} does not fit in 64 bits"
     got = "None" if value is None else show(value)
-    return f"expected {describe(slot)}, got {got}"
+    hint = "; put a date or time in quotes if it is text" if misfits_json(value) else ""
+    return f"expected {describe(slot)}, got {got}{hint}"
 
 
 def describe(slot: Slot) -> str:
