@@ -1,6 +1,9 @@
 """The lines of a run: what they show and when."""
 
 import logging
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +75,9 @@ def test_every_interval_th_step_the_last_and_every_validation(caplog: pytest.Log
         "step  7/10 | val a @1k | bpb 1.0000",
         "done",
     ]
+
+
+def test_a_machine_without_wandb_can_log() -> None:
+    """The GPU machine has no wandb, and it takes half a second to import."""
+    code = "import sys; sys.modules['wandb'] = None; import trainer.monitors"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3] / "src", timeout=60, check=True)
