@@ -31,7 +31,8 @@ def read_documents(folder: Path) -> list[bytes]:
     ids = pool.read(0, pool.num_tokens)
     documents = np.split(ids, pool.document_ends(0, pool.num_tokens))
     # skipping the special tokens drops the EOS that ends each document
-    return [tokenizer.decode(document, skip_special_tokens=True).encode() for document in documents if len(document)]
+    texts = [str(tokenizer.decode(document, skip_special_tokens=True)) for document in documents]
+    return [text.encode() for text in texts if text]
 
 
 def count_pairs(documents: list[bytes]) -> np.ndarray:

@@ -1,7 +1,7 @@
 """From `[val]` to what scores it."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from configs.errors import ConfigError
 from configs.validation import ValConfig, ValSetConfig
@@ -54,7 +54,8 @@ def build_validation(
 
 
 def _prefix_id(tokenizer: "PreTrainedTokenizerBase", byte_counts: "np.ndarray") -> int:
-    prefix_id = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    bos_id, eos_id = _special_id(tokenizer, "bos_token_id"), _special_id(tokenizer, "eos_token_id")
+    prefix_id = bos_id if bos_id is not None else eos_id
     if prefix_id is None:
         raise ConfigError.one("val.context", '"prefix" takes a BOS or EOS token, and the tokenizer has neither')
     if adds_leading_space(tokenizer, byte_counts):
@@ -62,7 +63,7 @@ def _prefix_id(tokenizer: "PreTrainedTokenizerBase", byte_counts: "np.ndarray") 
         raise ConfigError.one(
             "val.context", 'the tokenizer puts a space before every text, so only "none" can count bytes exactly'
         )
-    return int(prefix_id)
+    return prefix_id
 
 
 def _locate(entry: str | ValSetConfig, data_dir: Path | None) -> ValSetConfig:
@@ -81,19 +82,22 @@ def _build_set(
                 config.name,
                 config.path,
                 vocab_size=vocab_size,
-                eos_token_id=tokenizer.eos_token_id,
+                eos_token_id=_special_id(tokenizer, "eos_token_id"),
                 tokenizer_name=tokenizer.name_or_path,
                 prefix_id=prefix_id,
             )
-        case None:
-            raise ConfigError.one(_SETS, f"{config.path} is not a folder of token shards (*.ds)")
 
 
-def _kind(path: Path) -> str | None:
-    """How a set is stored; None: in no way that is known."""
+def _kind(path: Path) -> Literal["tokens"]:
+    """How a set is stored."""
     if path.suffix == ".ds" or any(path.glob("*.ds")):
         return "tokens"
-    return None
+    raise ConfigError.one(_SETS, f"{path} is not a folder of token shards (*.ds)")
+
+
+def _special_id(tokenizer: "PreTrainedTokenizerBase", name: str) -> int | None:
+    id_ = getattr(tokenizer, name)
+    return id_ if isinstance(id_, int) else None
 
 
 def _build_task(set_: LikelihoodSet, seq_len: int, micro_batch_tokens: int) -> Task:

@@ -6,7 +6,7 @@ holds part of a character decodes to U+FFFD, which has three bytes.
 """
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -73,7 +73,7 @@ def _decoder_types(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise _refused("it has no fast (`tokenizers`) form")
-    decoder = json.loads(backend.to_str())["decoder"] or {"type": "none"}
+    decoder: dict[str, Any] = json.loads(backend.to_str())["decoder"] or {"type": "none"}
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     types = {part["type"] for part in parts}
     turns_mark_to_space = any(

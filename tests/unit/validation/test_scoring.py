@@ -85,7 +85,7 @@ def test_bytes_are_those_of_the_text_without_the_first_tokens(
 ) -> None:
     tokenizer = load_tokenizer(str(tiny_tokenizer))
     documents = documents_of(tiny_heldout)
-    text_bytes = sum(len(tokenizer.decode(d, skip_special_tokens=True).encode()) for d in documents)
+    text_bytes = sum(len(str(tokenizer.decode(d, skip_special_tokens=True)).encode()) for d in documents)
     byte_counts = token_bytes(tokenizer, VOCAB)
     first_bytes = int(sum(byte_counts[document[::16]].sum() for document in documents))
     num_tokens = sum(map(len, documents))
