@@ -89,25 +89,24 @@ class WorkerGroup:
         workers = self._agent.get_worker_group().workers
         return {worker.global_rank: worker.id for worker in workers if isinstance(worker.id, int)}
 
-    def find_dead(self) -> set[int]:
-        """Ranks that died since the last call, of a signal or with an exit code other than 0.
+    def find_gone(self) -> dict[int, bool | None]:
+        """Ranks that ended since the last call, and whether they failed: by a signal or an exit code other than 0.
 
-        Looks without reaping, which is the agent's part. Misses one that the agent reaped in the same moment.
+        Looks without reaping, which is the agent's part. None: the agent was faster, and `exit_codes` will tell.
         """
-        dead = set()
+        gone: dict[int, bool | None] = {}
         for rank, pid in self.pids().items():
             if rank in self._gone:
                 continue
             try:
                 info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
-                self._gone.add(rank)
+                gone[rank] = None
                 continue
             if info is not None:
-                self._gone.add(rank)
-                if info.si_code != os.CLD_EXITED or info.si_status != 0:
-                    dead.add(rank)
-        return dead
+                gone[rank] = info.si_code != os.CLD_EXITED or info.si_status != 0
+        self._gone |= gone.keys()
+        return gone
 
     def send(self, rank: int, signum: int) -> None:
         """A signal to one worker."""

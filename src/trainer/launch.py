@@ -1,6 +1,7 @@
 """Runs the workers of an attempt on this machine: hands signals on, and ends them all when one fails."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -28,6 +29,9 @@ _KILL_PATIENCE_SECONDS = 20.0
 """A killed process that is still there then hangs in the kernel; nothing here can end it."""
 
 _LOG_TAIL_LINES = 20
+
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGKILL)
+"""Signals that no peer's failure brings about. SIGABRT is none: NCCL aborts a process whose peer is gone."""
 
 
 class WorkerError(Exception):
@@ -153,7 +157,7 @@ class _Watch:
         self._stop_timeout = stop_timeout
         self._say = say
         self._asked: set[int] = set()
-        self._deaths: dict[int, float] = {}
+        self._gone: dict[int, float] = {}
         self._kill_time: float | None = None
         self._kill_reason = ""
         self._killed_time: float | None = None
@@ -178,16 +182,28 @@ class _Watch:
         reports = self._reports()
         if not exit_codes and not reports:
             return
-        # A death was seen up to a tick after it happened; errors that other ranks got from it came later than it.
-        times = {rank: seen - 2 * _TICK_SECONDS for rank, seen in self._deaths.items() if rank not in reports}
-        times |= {rank: report["time"] for rank, report in reports.items()}
-        first = min([*times, *exit_codes], key=lambda rank: times.get(rank, float("inf")))
+        first = self._first_failed(exit_codes, reports)
         if first in reports:
             raise self._reported(first, reports[first])
-        code = exit_codes.get(first, 1)
+        code = exit_codes[first]
         if self._signals.first is not None and -code in STOP_SIGNALS:
             raise KilledError(self._signals.first, f"rank {first} was ended by a signal before it could stop")
         raise WorkerError(self._died(first, code))
+
+    def _first_failed(self, exit_codes: dict[int, int], reports: dict[int, dict[str, Any]]) -> int:
+        """The rank whose failure the others' followed from."""
+        last_own = self._killed_time or math.inf
+        crashed = {
+            rank: self._gone[rank]
+            for rank, code in exit_codes.items()
+            if -code in _CRASHES and rank not in reports and self._gone.get(rank, math.inf) < last_own
+        }
+        # When one process crashes, the errors that its peers get may be there before the crash is seen.
+        times = crashed or {
+            **{rank: self._gone.get(rank, math.inf) for rank in exit_codes},
+            **{rank: report["time"] for rank, report in reports.items()},
+        }
+        return min(times, key=lambda rank: times[rank])
 
     def _heed_signals(self) -> None:
         signum = self._signals.first
@@ -201,23 +217,22 @@ class _Watch:
                 self._asked.add(rank)
                 self._workers.send(rank, signal.SIGTERM)
         if self._signals.again:
-            self._kill_at(time.monotonic(), "ended at once by a second Ctrl-C")
+            self._kill_at(time.time(), "ended at once by a second Ctrl-C")
         elif time.monotonic() > self._signals.first_time + self._stop_timeout:
-            self._kill_at(time.monotonic(), f"workers did not stop within {self._stop_timeout:g} s and were killed")
+            self._kill_at(time.time(), f"workers did not stop within {self._stop_timeout:g} s and were killed")
 
     def _heed_failures(self) -> None:
-        now = time.time()
-        for rank in self._workers.find_dead():
-            self._deaths[rank] = now
-        if self._kill_time is None and (self._deaths or self._reports()):
-            self._kill_time = time.monotonic() + _FAILURE_GRACE_SECONDS
+        gone = self._workers.find_gone()
+        self._gone |= dict.fromkeys(gone, time.time())
+        if self._kill_time is None and (True in gone.values() or self._reports()):
+            self._kill_time = time.time() + _FAILURE_GRACE_SECONDS
 
     def _kill_at(self, moment: float, reason: str) -> None:
         if not self._kill_reason:
             self._kill_time, self._kill_reason = moment, reason
 
     def _kill_when_due(self) -> None:
-        now = time.monotonic()
+        now = time.time()
         if self._kill_time is None or now < self._kill_time or not self._workers.pids():
             return
         if self._killed_time is None:
@@ -241,6 +256,8 @@ class _Watch:
 
     def _died(self, rank: int, code: int) -> str:
         how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if code == -signal.SIGKILL:
+            how += " (the kernel sends it when memory runs out)"
         log = self._log(rank)
         tail = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:] if log.exists() else []
         return "\n".join([f"rank {rank} {how}; the end of its log {log}:", *(f"  {line}" for line in tail)])
