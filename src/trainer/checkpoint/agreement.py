@@ -53,4 +53,5 @@ def describe(error: BaseException) -> str:
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
-    return f"{type(error).__name__}: {error}"
+    first_line = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}"

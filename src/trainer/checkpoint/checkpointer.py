@@ -130,12 +130,13 @@ class Checkpointer:
             RunError: it is damaged or not safe, or names, shapes or dtypes differ; nothing is loaded then.
         """
         self.wait()
-        metadata = self._agree(lambda: _read_checked(path, tensors))[self._mesh.rank]
+        checked: list[Metadata] = []
+        self._agree(lambda: checked.append(_read_checked(path, tensors)))
 
         def read() -> None:
             load_tensors(
                 dict(tensors),
-                storage_reader=SafeReader(path, metadata),
+                storage_reader=SafeReader(path, checked[0]),
                 process_group=self._mesh.host_group,
                 no_dist=self._mesh.host_group is None,
             )

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def find_checkpoint(run_dir: Path, step: int | None, say: Callable[[str], None])
         ConfigError: there is none, or the one asked for is missing or damaged.
     """
     folder = run_dir / FOLDER_NAME
+    _put_back_replaced(folder)
     steps = list_steps(folder)
     if not steps:
         raise ConfigError.one("resume", f"there is no checkpoint in {folder}")
@@ -144,14 +146,19 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def prepare(folder: Path) -> None:
     """Make `folder`, and clear what a killed run left in it."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.iterdir():
-        if not _LEFTOVER_NAME.fullmatch(path.name):
-            continue
-        final = folder / path.stem[1:]
-        if path.suffix == ".old" and not final.exists():
-            path.rename(final)  # killed between the two renames of `commit`
-        else:
+    _put_back_replaced(folder)
+    for path in list(folder.iterdir()):
+        if _LEFTOVER_NAME.fullmatch(path.name):
             shutil.rmtree(path)
+
+
+def _put_back_replaced(folder: Path) -> None:
+    """Undo a `commit` that was killed between its two renames."""
+    for replaced in list(folder.glob(".step_*.old")):
+        final = folder / replaced.stem[1:]
+        if not final.exists():
+            with suppress(OSError):  # another rank was faster, or the folder is not ours to write
+                replaced.rename(final)
 
 
 def make_empty(path: Path) -> None:
@@ -174,14 +181,14 @@ def commit(temporary: Path, final: Path, *, step: int, state: dict[str, Any], fi
     (temporary / STATE_NAME).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     sync(temporary / STATE_NAME)
     sync(temporary)
-    replaced = None
     if final.exists():
-        # A folder cannot be renamed over one that holds files. `prepare` puts this one back if we are killed here.
+        # A folder cannot be renamed over one that holds files. Killed between the two, this one is put back.
         replaced = _hide(final, "old")
-    temporary.rename(final)
+        temporary.rename(final)
+        replaced.rename(replaced.with_suffix(".gone"))
+    else:
+        temporary.rename(final)
     sync(final.parent)
-    if replaced is not None:
-        shutil.rmtree(replaced)
 
 
 def sync(path: Path) -> None:
@@ -202,21 +209,26 @@ def prune(folder: Path, step: int, *, keep_last: int | None, keep_interval: int 
 
     A checkpoint that cannot be removed is no reason to end a training: that is logged, and tried again next time.
     """
-    if keep_last is None:
-        return
-    kept = 0
-    for candidate in reversed([other for other in list_steps(folder) if other <= step]):
-        path = step_path(folder, candidate)
-        if kept < keep_last:
-            kept += damage(path) is None
-        elif keep_interval is None or candidate % keep_interval:
-            # Renamed first: killed in the removal, nothing is left that looks like a damaged checkpoint.
-            _hide(path, "gone")
-    for path in folder.glob(".step_*.gone"):
-        try:
+    try:
+        if keep_last is not None:
+            for old in _superseded([other for other in list_steps(folder) if other <= step], folder, keep_last):
+                if keep_interval is None or old % keep_interval:
+                    # Renamed first: killed in the removal, nothing is left that looks like a damaged checkpoint.
+                    _hide(step_path(folder, old), "gone")
+        for path in list(folder.glob(".step_*.gone")):
             shutil.rmtree(path)
-        except OSError as error:
-            logger.warning("the old checkpoint %s cannot be removed: %s", path, error)
+    except OSError as error:
+        logger.warning("an old checkpoint in %s cannot be removed: %s", folder, error)
+
+
+def _superseded(steps: list[int], folder: Path, keep_last: int) -> list[int]:
+    """Those of `steps` (ascending) that are older than the newest `keep_last` whole ones."""
+    kept = 0
+    for position in reversed(range(len(steps))):
+        kept += damage(step_path(folder, steps[position])) is None
+        if kept == keep_last:
+            return steps[:position]
+    return []
 
 
 def _hide(path: Path, suffix: str) -> Path:
