@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from models.base import CausalLM
-from trainer.data.loader import StepBatches, format_digest
+from trainer.data.digest import format_digest
+from trainer.data.loader import StepBatches
 from trainer.metrics import DeviceClock, Mark, MetricsAccumulator, PendingMetrics
 from trainer.micro_batch import StepResult
 from trainer.optim.gradients import GradientNorms

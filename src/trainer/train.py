@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from configs.checkpoint import CheckpointConfig
 from configs.errors import ConfigError
 from configs.sft import SFTConfig
 from models.init import init_weights
-from trainer.checkpoint import Checkpointer, find_checkpoint, read_state
+from trainer.checkpoint import Checkpointer, checkpoint_size, find_checkpoint, read_state
 from trainer.data.loader import RowLoader
 from trainer.errors import RunError
 from trainer.hooks import Hook, HookContext
@@ -37,7 +38,13 @@ def train(config: SFTConfig, run: Run) -> None:
         ConfigError: what the config points to cannot be used.
         RunError: the run failed for a reason that can be named.
     """
-    Trainer(config, run).run()
+    trainer = Trainer(config, run)
+    try:
+        trainer.run()
+    except BaseException:
+        trainer.close(exit_code=1)
+        raise
+    trainer.close(exit_code=0)
 
 
 class Trainer:
@@ -81,14 +88,15 @@ class Trainer:
         self.reporter = StepReporter(self.model, self.state, mesh)
         self.stopping = False
         if config.ckpt is not None:
-            self.checkpointer.check_space(sum(t.numel() * t.element_size() for t in self.state.tensors().values()))
+            self.checkpointer.check_space(checkpoint_size(self.state.tensors(), mesh.world_size))
 
     def run(self) -> None:
         """All steps from where the state stands."""
         config, clock = self.config, self.reporter.clock
         step = first_step = self.state.progress.step
-        if config.val is not None and config.val.eval_on_start and step == 0:
-            self._log(0, self._validate())
+        if step == 0:
+            validates = config.val is not None and config.val.eval_on_start
+            self._log(0, self._parameter_counts() | (self._validate() if validates else {}))
 
         step_start = clock.mark()
         while step < self.plan.steps and not self.stopping:
@@ -231,14 +239,17 @@ class Trainer:
         guard.load_state_dict(counters)
         guard.rewound()
         step = self.state.progress.step
+        if self.monitors is not None:
+            self.monitors.rewind(step)
         self.loader.skip(max(first_bad, step), report.step)
         log.warning("%s; back to %s, passing over their rows", reason, path.name)
         return step
 
+    def _parameter_counts(self) -> Metrics:
+        return {f"params/{name}": count for name, count in asdict(self.model.count_parameters()).items()}
+
     def _finish(self, step: int, first_step: int) -> None:
         self.checkpointer.wait()
-        self.checkpointer.close()
-        self.loader.close()
         if step == first_step:
             log.info("nothing to do: the run has its %d steps already", step)
         elif step < self.plan.steps:
@@ -248,5 +259,10 @@ class Trainer:
             log.info("stopped on request after step %d of %d: %s", step, self.plan.steps, kept)
         else:
             log.info("done: %d steps", step)
+
+    def close(self, exit_code: int) -> None:
+        """Write out what is pending and end threads, whatever happened."""
         if self.monitors is not None:
-            self.monitors.close()
+            self.monitors.close(exit_code)
+        self.loader.close()
+        self.checkpointer.close()

@@ -2,8 +2,9 @@
 
 All epochs of a source follow each other as one stream of rows: position p is row p mod num_rows of epoch
 p // num_rows. Step k reads the rows [k * batch_size, (k + 1) * batch_size) of the stream, moved past ranges that were
-skipped on purpose. Row i of the step goes to micro-batch m, rank r, slot j with i = m * (dp_size * M) + r * M + j,
-M = micro_batch_size. Nothing else decides what is read: threads only fill ahead what would be filled anyway.
+skipped on purpose; a resumed run counts from the position in its checkpoint. Row i of the step goes to micro-batch m,
+rank r, slot j with i = m * (dp_size * M) + r * M + j, M = micro_batch_size. Nothing else decides what is read: threads
+only fill ahead what would be filled anyway.
 """
 
 from collections import deque
@@ -140,7 +141,7 @@ class RowLoader:
         rows = Rows.empty(size, self._source.seq_len)
         for epoch in np.unique(epochs).tolist():
             here = np.flatnonzero(epochs == epoch)
-            begin, end = int(here[0]), int(here[-1]) + 1  # a step's rows are consecutive, so an epoch's are
+            begin, end = int(here[0]), int(here[-1]) + 1  # positions rise, so an epoch's rows are together
             part = Rows(
                 input_ids=rows.input_ids[begin:end],
                 labels=rows.labels[begin:end],
@@ -160,7 +161,7 @@ class RowLoader:
         """Go on from a checkpoint, on any number of ranks and threads.
 
         Raises:
-            ConfigError: key "resume": the state is incomplete, or of another source, order or batch size.
+            ConfigError: key "resume": the state is incomplete, or of another source or order.
         """
         if not isinstance(state.get("fingerprint"), dict):
             raise ConfigError.one("resume", "the checkpoint holds no state of the data")

@@ -11,8 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from trainer.errors import RunError
 
-class RowError(ValueError):
+
+class RowError(RunError):
     """A row cannot be given: the message names the file (or sample) and the offset."""
 
 

@@ -8,7 +8,7 @@ from configs.errors import ConfigError
 
 
 class RowStream:
-    """The stream of rows cut into steps of `batch_size`. Its state is a position and the skipped ranges."""
+    """The stream of rows cut into steps of `batch_size`. Its state is a position and the skipped ranges after it."""
 
     def __init__(self, *, num_rows: int, batch_size: int) -> None:
         """Args:
@@ -17,29 +17,33 @@ class RowStream:
         """
         self._num_rows = num_rows
         self._batch_size = batch_size
+        self._origin = (0, 0)
+        """A step, and the stream position of its first row: where the run began or was resumed."""
         self._skips: list[tuple[int, int]] = []
-        """[start, stop) in stream positions, ascending, apart. A start is always the first row of a step, so the rows
-        of one step are consecutive."""
+        """[start, stop) in stream positions, ascending, apart, after the origin."""
 
     def position(self, step: int) -> int:
         """Stream position of the first row of a step."""
-        position = step * self._batch_size
-        for start, stop in self._skips:
-            if position < start:
-                break
-            position += stop - start
-        return position
+        return int(self._positions(step, np.zeros(1, np.int64))[0])
 
     def rows(self, step: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(epochs, indices), each (n,) int64, of the rows at these places (n,) of a step."""
-        positions = self.position(step) + places.astype(np.int64)
+        positions = self._positions(step, places.astype(np.int64))
         return positions // self._num_rows, positions % self._num_rows
+
+    def _positions(self, step: int, places: np.ndarray) -> np.ndarray:
+        origin_step, origin_position = self._origin
+        positions = origin_position + (step - origin_step) * self._batch_size + places
+        for start, stop in self._skips:
+            positions = positions + np.where(positions >= start, stop - start, 0)
+        return positions
 
     def skip(self, first_step: int, last_step: int) -> None:
         """Pass over the rows of these steps from now on."""
-        if not 0 <= first_step <= last_step:
+        if not self._origin[0] <= first_step <= last_step:
             raise ValueError(f"steps {first_step} to {last_step} cannot be skipped")
-        start, stop = self.position(first_step), self.position(last_step) + self._batch_size
+        last_row = np.array([self._batch_size - 1])
+        start, stop = self.position(first_step), int(self._positions(last_step, last_row)[0]) + 1
         inside = [span for span in self._skips if start <= span[0] < stop]
         self._skips = sorted([span for span in self._skips if span not in inside] + [(start, stop)])
         self._merge_neighbours()
@@ -55,39 +59,26 @@ class RowStream:
 
     def state_dict(self, next_step: int) -> dict[str, Any]:
         epoch, index = divmod(self.position(next_step), self._num_rows)
-        return {
-            "epoch": epoch,
-            "index": index,
-            "batch_size": self._batch_size,
-            "skips": [list(span) for span in self._skips],
-        }
+        return {"epoch": epoch, "index": index, "skips": [list(span) for span in self._skips]}
 
     def load_state_dict(self, state: dict[str, Any], next_step: int) -> None:
-        """Raises:
-        ConfigError: key "resume": the state is incomplete, of another batch size, or not of this step.
+        """Let `next_step` begin at the position of the state, whatever step and batch size it was saved at.
+
+        Raises:
+            ConfigError: key "resume": the state is incomplete or damaged.
         """
-        missing = {"epoch", "index", "batch_size", "skips"} - state.keys()
+        missing = {"epoch", "index", "skips"} - state.keys()
         if missing:
             raise ConfigError.one("resume", f"the checkpoint's data state lacks {', '.join(sorted(missing))}")
-        if state["batch_size"] != self._batch_size:
-            # Steps would stand for other rows, and "the rows of step k" would depend on when the size changed.
-            raise ConfigError.one(
-                "resume",
-                f"data.batch_size was {state['batch_size']} in the checkpoint and is {self._batch_size} now; "
-                "a resumed run keeps it",
-            )
         try:
-            there = int(state["epoch"]) * self._num_rows + int(state["index"])
-            self._skips = [(int(start), int(stop)) for start, stop in state["skips"]]
+            position = int(state["epoch"]) * self._num_rows + int(state["index"])
+            skips = [(int(start), int(stop)) for start, stop in state["skips"]]
         except (TypeError, ValueError) as error:
             raise ConfigError.one("resume", f"the checkpoint's data state is damaged ({error})") from error
-        here = self.position(next_step)
-        if here != there:
-            raise ConfigError.one(
-                "resume",
-                f"the checkpoint's data state stands at row {there} of the stream, but step {next_step} begins at "
-                f"row {here}",
-            )
+        if position < 0 or any(start >= stop for start, stop in skips):
+            raise ConfigError.one("resume", "the checkpoint's data state is damaged (negative position or empty skip)")
+        self._origin = (next_step, position)
+        self._skips = [(start, stop) for start, stop in skips if start >= position]
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from configs.errors import ConfigError
 from trainer.data.fake import FakeSource
@@ -99,7 +100,7 @@ def test_other_data_is_refused(
     assert named in caught.value.faults[0].message
 
 
-@pytest.mark.parametrize("lost", ["epoch", "index", "batch_size", "skips", "fingerprint"])
+@pytest.mark.parametrize("lost", ["epoch", "index", "skips", "fingerprint"])
 def test_an_incomplete_state_is_refused(lost: str) -> None:
     """Field case R57: nothing goes on without its state."""
     source = FakeSource(seq_len=8, vocab_size=50, seed=0, num_rows=1000, length="fixed", input_ids="random")
@@ -110,7 +111,7 @@ def test_an_incomplete_state_is_refused(lost: str) -> None:
     assert caught.value.faults[0].key == "resume"
 
 
-@pytest.mark.parametrize("damage", [{"epoch": "x"}, {"index": None}, {"skips": [[1]]}, {"skips": 3}, {"index": 41}])
+@pytest.mark.parametrize("damage", [{"epoch": "x"}, {"index": None}, {"skips": [[1]]}, {"skips": 3}, {"epoch": -1}])
 def test_a_damaged_state_is_refused(damage: dict[str, Any]) -> None:
     source = FakeSource(seq_len=8, vocab_size=50, seed=0, num_rows=1000, length="fixed", input_ids="random")
     state = _state(_loader(source), 5) | damage
@@ -118,13 +119,25 @@ def test_a_damaged_state_is_refused(damage: dict[str, Any]) -> None:
         _loader(source).load_state_dict(state, 5)
 
 
-def test_another_batch_size_or_step_is_refused() -> None:
+def test_another_batch_size_or_step_count_goes_on_at_the_same_row() -> None:
     source = FakeSource(seq_len=8, vocab_size=50, seed=0, num_rows=1000, length="fixed", input_ids="random")
+    rows = [row for step in (6, 7) for batch in _loader(source).step(step).micro_batches for row in batch.input_ids]
     state = _state(_loader(source), 6)
-    with pytest.raises(ConfigError, match=r"data\.batch_size was 8 in the checkpoint and is 16 now"):
-        _loader(source, batch_size=16).load_state_dict(state, 3)
-    with pytest.raises(ConfigError, match=r"stands at row 48 of the stream, but step 5 begins at row 40"):
-        _loader(source).load_state_dict(state, 5)
+    for batch_size, next_step in ((16, 6), (16, 0), (8, 0)):
+        other = _loader(source, batch_size=batch_size)
+        other.load_state_dict(state, next_step)
+        found = [row for batch in other.step(next_step).micro_batches for row in batch.input_ids]
+        assert torch.equal(torch.stack(found), torch.stack(rows[:batch_size]))
+
+
+def test_a_skip_in_the_middle_of_a_larger_step() -> None:
+    stream = RowStream(num_rows=7, batch_size=4)
+    stream.skip(2, 2)
+    larger = RowStream(num_rows=7, batch_size=6)
+    larger.load_state_dict(stream.state_dict(1), 5)
+    epochs, indices = larger.rows(5, np.arange(6))
+    assert (epochs * 7 + indices).tolist() == [4, 5, 6, 7, 12, 13]
+    assert larger.position(6) == 14
 
 
 def _blocks(stream: RowStream, steps: int) -> list[int]:
