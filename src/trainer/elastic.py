@@ -128,7 +128,8 @@ class WorkerGroup:
 
     def _run(self) -> None:
         try:
-            self._result = self._agent.run()
+            result: Any = self._agent.run()  # its decorator hides the type
+            self._result = result
         except BaseException as error:
             self._error = error
         finally:
