@@ -64,7 +64,7 @@ def check_schedule(scheduler: SchedulerConfig, *, lr: float, total_steps: int | 
         if sum(length for length in phases.values() if length < 1) > 1:
             faults.append(Fault(key=key, message=f"{names} = {given} is more than the whole run"))
     elif sum(length * total_steps if length < 1 else length for length in phases.values()) > total_steps:
-        message = f"{names} = {given} is longer than the run, max_steps = {total_steps}"
+        message = f"{names} = {given} is longer than the run of {total_steps} steps"
         faults.append(Fault(key=key, message=message))
     if scheduler.min_lr > lr:
         faults.append(Fault(key="scheduler.min_lr", message=f"{scheduler.min_lr} is above the peak, optim.lr = {lr}"))

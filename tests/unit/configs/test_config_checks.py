@@ -45,10 +45,10 @@ class TestSchedule:
     @pytest.mark.parametrize(
         ("warmup", "decay", "message"),
         [
-            ("60", "41", "warmup_steps + decay_steps = 60 + 41 is longer than the run, max_steps = 100"),
-            ("0.6", "41", "warmup_steps + decay_steps = 0.6 + 41 is longer than the run, max_steps = 100"),
-            ("0.6", "0.5", "warmup_steps + decay_steps = 0.6 + 0.5 is longer than the run, max_steps = 100"),
-            ("0", "101", "warmup_steps + decay_steps = 0 + 101 is longer than the run, max_steps = 100"),
+            ("60", "41", "warmup_steps + decay_steps = 60 + 41 is longer than the run of 100 steps"),
+            ("0.6", "41", "warmup_steps + decay_steps = 0.6 + 41 is longer than the run of 100 steps"),
+            ("0.6", "0.5", "warmup_steps + decay_steps = 0.6 + 0.5 is longer than the run of 100 steps"),
+            ("0", "101", "warmup_steps + decay_steps = 0 + 101 is longer than the run of 100 steps"),
         ],
     )
     def test_longer_than_the_run(self, warmup: str, decay: str, message: str):
@@ -57,10 +57,10 @@ class TestSchedule:
 
     def test_warmup_alone_names_the_warmup(self):
         assert faults(scheduler__type="linear", scheduler__warmup_steps="101") == {
-            "scheduler.warmup_steps": "warmup_steps + decay_steps = 101 + 0 is longer than the run, max_steps = 100"
+            "scheduler.warmup_steps": "warmup_steps + decay_steps = 101 + 0 is longer than the run of 100 steps"
         }
         assert faults(scheduler__type="cosine", scheduler__warmup_steps="101") == {
-            "scheduler.warmup_steps": "warmup_steps = 101 is longer than the run, max_steps = 100"
+            "scheduler.warmup_steps": "warmup_steps = 101 is longer than the run of 100 steps"
         }
 
     @pytest.mark.parametrize(("warmup", "decay"), [("60", "40"), ("0.5", "0.5"), ("0.001", "0"), ("100", "0")])
