@@ -156,6 +156,7 @@ class _Watch:
         self._signals = signals
         self._stop_timeout = stop_timeout
         self._say = say
+        self._said = False
         self._asked: set[int] = set()
         self._gone: dict[int, float] = {}
         self._kill_time: float | None = None
@@ -209,7 +210,8 @@ class _Watch:
         signum = self._signals.first
         if signum is None:
             return
-        if not self._asked:
+        if not self._said:
+            self._said = True
             self._say(f"{signal.Signals(signum).name}: stopping after the step under way (Ctrl-C again ends at once)")
         for rank in self._workers.pids():
             # Before its log exists a worker does not handle signals yet, and would die of one.

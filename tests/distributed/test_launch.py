@@ -220,7 +220,9 @@ def test_a_signal_lets_workers_stop_by_themselves(run: Callable[..., Attempt], s
     assert sorted(path.name for path in attempt.dir.glob("saved_*")) == ["saved_0", "saved_1"]
 
 
-def test_a_signal_before_a_worker_handles_it_waits_for_it(config: SFTConfig, worker: Callable[[str], Path]) -> None:
+def test_a_signal_before_a_worker_handles_it_waits_for_it(
+    config: SFTConfig, worker: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     """A process that starts up dies of SIGTERM; the launcher must not send it before the worker is ready."""
     script = worker("""
         wait_for(lambda: run.stop.requested)
@@ -234,6 +236,9 @@ def test_a_signal_before_a_worker_handles_it_waits_for_it(config: SFTConfig, wor
     launch(attempt, num_workers=1, stop_timeout=30, say=print, command=(sys.executable, "-P", "-c", slow))
     attempt.close()
     assert (attempt.dir / "saved_0").exists()
+    assert capsys.readouterr().out.splitlines() == [
+        "SIGTERM: stopping after the step under way (Ctrl-C again ends at once)"
+    ]
 
 
 def test_workers_that_do_not_stop_are_killed(run: Callable[..., Attempt]) -> None:
