@@ -7,6 +7,7 @@ weights. It keeps no cache of keys and values, so it is for a look at small mode
 """
 
 import argparse
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,8 @@ def load_model(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, checkpoint
         attn="sdpa",
         dtype=torch.float32,
     )
+    # One process is how this script works, not something to warn about.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     weights = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     load(weights, storage_reader=SafeReader(checkpoint, read_metadata(checkpoint)), no_dist=True)
     return model

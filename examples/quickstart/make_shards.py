@@ -23,7 +23,7 @@ TOKENIZER_NAME = "quickstart"
 EOS = "<|endoftext|>"
 VOCAB_SIZE = 4096
 SEED = 0
-HELDOUT_SHARE = 0.05
+HELDOUT_SHARE = 0.04
 
 LEFT_OUT = {
     *("test", "tests", "site-packages", "dist-packages", "__pycache__"),
