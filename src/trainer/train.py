@@ -42,9 +42,10 @@ def train(config: SFTConfig, run: Run) -> None:
     try:
         trainer.run()
     except BaseException:
-        trainer.close(exit_code=1)
+        # Nothing here may wait for other ranks: they would keep this one from being seen to have failed.
+        trainer.close_monitors(exit_code=1)
         raise
-    trainer.close(exit_code=0)
+    trainer.close()
 
 
 class Trainer:
@@ -226,9 +227,9 @@ class Trainer:
         assert first_bad is not None
         bad = f"steps {first_bad + 1} to {report.step + 1}"
         reason = f"{bad} were all skipped: loss or gradient not finite, or no loss token"
-        if report.verdict == "stop":
-            raise RunError(f"{reason} (nan_guard.max_consecutive reached; no rewind left)")
         self.checkpointer.wait()
+        if report.verdict == "stop":
+            raise RunError(f"{reason} (nan_guard.max_consecutive reached, no nan_guard.max_rewinds left)")
         try:
             path = find_checkpoint(self.run_info.dir, None, log.warning)
         except ConfigError as error:
@@ -260,9 +261,13 @@ class Trainer:
         else:
             log.info("done: %d steps", step)
 
-    def close(self, exit_code: int) -> None:
-        """Write out what is pending and end threads, whatever happened."""
-        if self.monitors is not None:
-            self.monitors.close(exit_code)
+    def close(self) -> None:
+        """End all threads."""
+        self.close_monitors(exit_code=0)
         self.loader.close()
         self.checkpointer.close()
+
+    def close_monitors(self, exit_code: int) -> None:
+        """Write out the metrics that are pending."""
+        if self.monitors is not None:
+            self.monitors.close(exit_code)
