@@ -37,9 +37,6 @@ from trainer.parallel.mesh import Mesh
 
 T = TypeVar("T")
 
-CLOSE_SECONDS = 30
-"""How long a run that ends without `wait` may be held up by its last write."""
-
 
 class Checkpointer:
     """Saves and loads one run's checkpoints. `save`, `wait`, `load`, `check_space` are collective: every rank calls
@@ -119,19 +116,20 @@ class Checkpointer:
         if error is not None:
             raise error
 
-    def load(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, path: Path, tensors: Mapping[str, Tensor], *, ignore: tuple[str, ...] = ()) -> None:
         """Fill `tensors` in place from the checkpoint at `path`, written by any number of ranks.
 
         Args:
             path: from `find_checkpoint`.
             tensors: the same names on every rank; plain tensors or DTensors, on any device.
+            ignore: names with these beginnings may be in the checkpoint only ("optimizer.", say).
 
         Raises:
             RunError: it is damaged or not safe, or names, shapes or dtypes differ; nothing is loaded then.
         """
         self.wait()
         checked: list[Metadata] = []
-        self._agree(lambda: checked.append(_read_checked(path, tensors)))
+        self._agree(lambda: checked.append(_read_checked(path, tensors, ignore)))
 
         def read() -> None:
             load_tensors(
@@ -150,12 +148,9 @@ class Checkpointer:
         self._committed = {saved for saved in self._committed if saved <= step}
 
     def close(self) -> None:
-        """Give the last write half a minute to finish and free the staging memory. Errors are `wait`'s to raise."""
-        if self._writer is not None:
-            self._writer.join(CLOSE_SECONDS)
-            if self._writer.is_alive():
-                return
-        self._stager.close()
+        """Free the staging memory. `wait` comes first: only it tells whether the last save succeeded."""
+        if self._writer is None:
+            self._stager.close()
 
     def _saving_config(self) -> CheckpointConfig:
         if self._config is None:
@@ -254,7 +249,7 @@ def _merge(parts: Iterable[dict[str, int]]) -> dict[str, int]:
     return {name: size for part in parts for name, size in part.items()}
 
 
-def _read_checked(path: Path, tensors: Mapping[str, Tensor]) -> Metadata:
+def _read_checked(path: Path, tensors: Mapping[str, Tensor], ignore: tuple[str, ...]) -> Metadata:
     try:
         read_manifest(path)
         metadata = read_metadata(path)
@@ -263,7 +258,9 @@ def _read_checked(path: Path, tensors: Mapping[str, Tensor]) -> Metadata:
     stored = metadata.state_dict_metadata
     differences = [
         *_list("missing in the checkpoint", [name for name in tensors if name not in stored]),
-        *_list("in the checkpoint only", [name for name in stored if name not in tensors]),
+        *_list(
+            "in the checkpoint only", [name for name in stored if name not in tensors and not name.startswith(ignore)]
+        ),
         *_list("different", [text for name in tensors if (text := _difference(name, tensors[name], stored))]),
     ]
     if differences:

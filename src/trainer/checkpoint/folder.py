@@ -47,22 +47,25 @@ def list_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def find_checkpoint(run_dir: Path, step: int | None, say: Callable[[str], None]) -> Path:
+def find_checkpoint(run_dir: Path, step: int | None, say: Callable[[str], None], *, at_most: int | None = None) -> Path:
     """The checkpoint to resume from.
 
     Args:
         run_dir: the run that wrote it.
         step: its step; None: the newest whole one.
         say: told about each damaged one that is passed over.
+        at_most: look at no later steps. A run that goes back needs this: what lies ahead of it in the folder is of an
+            earlier attempt.
 
     Raises:
         ConfigError: there is none, or the one asked for is missing or damaged.
     """
     folder = run_dir / FOLDER_NAME
     _put_back_replaced(folder)
-    steps = list_steps(folder)
+    steps = [found for found in list_steps(folder) if at_most is None or found <= at_most]
     if not steps:
-        raise ConfigError.one("resume", f"there is no checkpoint in {folder}")
+        bound = "" if at_most is None else f" up to step {at_most}"
+        raise ConfigError.one("resume", f"there is no checkpoint{bound} in {folder}")
     if step is not None:
         return _find_step(folder, step, steps)
     for candidate in reversed(steps):

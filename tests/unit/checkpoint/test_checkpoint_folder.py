@@ -75,6 +75,15 @@ def test_newest_is_by_number_and_half_written_ones_do_not_count(run_with: Any, t
     assert find_checkpoint(tmp_path, None, print) == folder / "step_9"
 
 
+def test_going_back_never_goes_forward(run_with: Any, tmp_path: Path) -> None:
+    """Resumed from step 2, with steps 9 and 10 of the earlier attempt still there."""
+    folder = run_with(2, 9, 10)
+    assert find_checkpoint(tmp_path, None, print, at_most=9) == folder / "step_9"
+    assert find_checkpoint(tmp_path, None, print, at_most=8) == folder / "step_2"
+    with pytest.raises(ConfigError, match=r"resume: there is no checkpoint up to step 1 in "):
+        find_checkpoint(tmp_path, None, print, at_most=1)
+
+
 def test_step_that_does_not_exist(run_with: Any, tmp_path: Path) -> None:
     """Field case R72: a missing step is an error that lists what is there."""
     folder = run_with(2, 10)

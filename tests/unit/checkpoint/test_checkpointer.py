@@ -284,6 +284,19 @@ def test_load_is_strict(make_checkpointer: Any, tensors_of: Any, tmp_path: Path)
     assert torch.equal(tensors["model.norm"], torch.zeros(3, dtype=torch.bfloat16))
 
 
+def test_load_of_the_model_alone(make_checkpointer: Any, tensors_of: Any, tmp_path: Path) -> None:
+    """`ckpt.skip_optimizer`: only names that begin as said may be left in the checkpoint."""
+    saver = make_checkpointer()
+    saver.save(1, tensors_of(1), {})
+    saver.wait()
+    path = tmp_path / "checkpoints" / "step_1"
+    model = {name: tensor for name, tensor in tensors_of(0).items() if name.startswith("model.")}
+    saver.load(path, model, ignore=("optimizer.",))
+    assert torch.equal(model["model.weight"], torch.full((5, 3), 1.0))
+    with pytest.raises(RunError, match=r"in the checkpoint only: optimizer\.count$"):
+        saver.load(path, model, ignore=("optimizer.exp", "optimizer.step"))
+
+
 def test_load_of_a_damaged_one_names_the_reason(make_checkpointer: Any, tensors_of: Any, tmp_path: Path) -> None:
     saver = make_checkpointer()
     saver.save(1, tensors_of(1), {})
