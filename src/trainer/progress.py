@@ -6,7 +6,15 @@ import sys
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 _COLOUR_CODES = {"red": "31", "green": "32", "yellow": "33"}
 
@@ -62,6 +70,7 @@ class ProgressBar:
             completed: count at the start; the ETA comes from the speed since then.
         """
         self._progress: Progress | None = None
+        self._part: TaskID | None = None
         if not is_terminal(sys.stdout):
             return
         self._progress = Progress(
@@ -86,6 +95,17 @@ class ProgressBar:
         """Set the count."""
         if self._progress is not None:
             self._progress.update(self._task, completed=completed)
+
+    def update_part(self, description: str, completed: int, total: int) -> None:
+        """Show how far a long part of the work is, in a second bar that goes away when the part is done."""
+        if self._progress is None:
+            return
+        if self._part is None:
+            self._part = self._progress.add_task(description, total=total)
+        self._progress.update(self._part, completed=completed)
+        if completed == total:
+            self._progress.remove_task(self._part)
+            self._part = None
 
     def close(self) -> None:
         """Leave the bar as it is and give standard output back."""

@@ -61,6 +61,10 @@ class Monitors:
         if self._wandb is not None:
             self._wandb.rewind()
 
+    def show_part(self, description: str, completed: int, total: int) -> None:
+        """Show on a terminal how far a long part of a step is, such as a validation; nothing is recorded."""
+        self._console.show_part(description, completed, total)
+
     def say(self, text: str) -> None:
         """One line for whoever watches."""
         self._console.say(text)

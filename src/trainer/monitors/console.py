@@ -44,6 +44,9 @@ class ConsoleMonitor:
     def rewind(self, step: int) -> None:
         self._bar.update(step)
 
+    def show_part(self, description: str, completed: int, total: int) -> None:
+        self._bar.update_part(description, completed, total)
+
     def say(self, text: str) -> None:
         logger.info(text)
 

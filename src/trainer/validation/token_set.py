@@ -4,7 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
+from configs.errors import ConfigError
 from models.batch import IGNORE_INDEX
+from trainer.data.row import RowError
 from trainer.data.shards import TokenPool
 from trainer.errors import RunError
 from trainer.validation.windows import Windows, cut_windows
@@ -55,10 +57,19 @@ class TokenSet:
         return self._pool.num_documents
 
     def windows(self, seq_len: int) -> Windows:
-        ends = self._pool.document_ends(0, self._pool.num_tokens)
+        try:
+            ends = self._pool.document_ends(0, self._pool.num_tokens)
+        except RowError as error:
+            raise ConfigError.one(KEY, str(error)) from error
         return cut_windows(ends, seq_len, prefix=self._prefix_id is not None)
 
     def read(self, start: int, num_inputs: int) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            return self._read(start, num_inputs)
+        except RowError as error:
+            raise RunError(f"held-out set {self.name}: {error}") from error
+
+    def _read(self, start: int, num_inputs: int) -> tuple[np.ndarray, np.ndarray]:
         if self._prefix_id is None:
             ids = self._read_ids(start, num_inputs + 1)
             input_ids, labels, first_label = ids[:-1], ids[1:].copy(), start + 1
@@ -76,7 +87,7 @@ class TokenSet:
         if ids.max() >= self._vocab_size:
             position = int(np.argmax(ids >= self._vocab_size))
             file, offset = self._pool.locate(start + position)
-            raise RunError(
+            raise RowError(
                 f"{file}: token {offset} has id {ids[position]}, but the model's vocabulary has {self._vocab_size}"
             )
         return ids

@@ -48,7 +48,7 @@ class LikelihoodSet(Protocol):
         """Input ids and labels of a window, (num_inputs,) int64 each; IGNORE_INDEX where a token is not scored.
 
         Raises:
-            RunError: the window holds ids that the model has no embedding for.
+            RunError: the file changed, or the window holds ids that the model has no embedding for.
         """
         ...
 
