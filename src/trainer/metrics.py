@@ -13,6 +13,8 @@ from torch import Tensor
 
 from trainer.parallel.mesh import Mesh
 
+WAIT_LABEL = "wait for the step before"
+
 Mark = torch.cuda.Event | float
 """A moment of the device's work: see DeviceClock."""
 
@@ -50,9 +52,10 @@ class PendingMetrics:
     ready: "torch.cuda.Event | None"
 
     def read(self) -> dict[str, float]:
-        """The values. The one deliberate wait of a step: for the device to finish the step before."""
+        """The values. The one deliberate wait of a step, labelled in traces: for the device to end the step before."""
         if self.ready is not None:
-            self.ready.synchronize()
+            with torch.profiler.record_function(WAIT_LABEL):
+                self.ready.synchronize()
         return dict(zip(self.names, self.values.tolist(), strict=True))
 
 

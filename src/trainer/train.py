@@ -1,10 +1,13 @@
 """The training loop. Pretraining and fine-tuning, one GPU or many: this file."""
 
 import logging
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from configs.checkpoint import CheckpointConfig
 from configs.errors import ConfigError
@@ -53,6 +56,10 @@ class Trainer:
 
     def __init__(self, config: SFTConfig, run: Run) -> None:
         self.config, self.run_info = config, run
+        if config.deterministic:
+            # cuBLAS reads it when its first handle is made; without it the flag below would refuse every product.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
         self.mesh = mesh = build_mesh(config.deployment.timeout_seconds)
         inputs = prepare(config)
         self.plan = plan_run(config, inputs.source, mesh.world_size)

@@ -116,10 +116,10 @@ class Runner:
         self.folder = folder
         self._paths = {"tokenizer": tokenizer, "shards": shards, "heldout": heldout, "output_dir": folder}
 
-    def config(self, name: str, *, steps: int = 20, interval: int = 10, extra: str = "") -> Path:
+    def config(self, name: str, *, steps: int = 20, interval: int = 10) -> Path:
         """A start.toml of its own for run `name`."""
         path = self.folder / f"{name}.toml"
-        path.write_text(START.format(name=name, steps=steps, interval=interval, **self._paths) + extra)
+        path.write_text(START.format(name=name, steps=steps, interval=interval, **self._paths))
         return path
 
     def popen(self, *arguments: str | Path) -> subprocess.Popen:

@@ -31,7 +31,7 @@ def is_saving(run_dir: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def undisturbed(runner):
-    return runner.run(runner.config("undisturbed", steps=60, interval=5, extra="keep_last = 3\n[nan_guard]\n"))
+    return runner.run(runner.config("undisturbed", steps=60, interval=5))
 
 
 def kill_and_resume(runner, undisturbed, name: str, seed: int, ranks: int = 1) -> None:
@@ -96,7 +96,7 @@ def test_diverged_run_goes_back_once_and_then_fails(runner):
     assert "back to step_" in done.output and "were all skipped" in done.output.splitlines()[-1]
     assert "Traceback" not in done.output
     last = done.metrics[max(done.metrics)]
-    assert last["optim/skipped_steps"] >= 6 and last["loss/nan_count"] >= 6
+    assert last["optim/skipped_steps"] == 6
 
 
 def test_ids_beyond_the_vocabulary_end_the_run_with_the_file(runner, tiny_shards):
