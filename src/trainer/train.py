@@ -4,6 +4,7 @@ import logging
 import os
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,8 @@ class Trainer:
             self.monitors = build_monitors(
                 config, run.dir, start_step=self.state.progress.step, total_steps=self.plan.steps, wandb_id=wandb_id
             )
+            for note in self.validation.notes if self.validation else []:
+                self.monitors.say(note)
         self.reporter = StepReporter(self.model, self.state, mesh)
         self.stopping = False
         if config.ckpt is not None:
@@ -188,7 +191,8 @@ class Trainer:
     def _validate(self) -> Metrics:
         assert self.validation is not None
         start = time.perf_counter()
-        metrics: Metrics = dict(self.validation.run(self.model))
+        on_progress = partial(self.monitors.show_part, "validation") if self.monitors else None
+        metrics: Metrics = dict(self.validation.run(self.model, on_progress))
         return metrics | {"time/val": time.perf_counter() - start}
 
     def _learning_rate(self, step: int) -> float:
