@@ -34,7 +34,10 @@ def agree(mesh: Mesh, action: Callable[[], T]) -> list[T]:
     answers = [answer]
     if mesh.host_group is not None:
         gathered: list[tuple[T | None, str | None]] = [answer] * mesh.world_size
-        dist.all_gather_object(gathered, answer, group=mesh.host_group)
+        try:
+            dist.all_gather_object(gathered, answer, group=mesh.host_group)
+        except RuntimeError as error:
+            raise RunError(f"another rank ended or does not answer ({describe(error)})") from error
         answers = gathered
     if failure is not None and not isinstance(failure, NAMED_ERRORS):
         raise failure

@@ -125,7 +125,8 @@ class Checkpointer:
             ignore: names with these beginnings may be in the checkpoint only ("optimizer.", say).
 
         Raises:
-            RunError: it is damaged or not safe, or names, shapes or dtypes differ; nothing is loaded then.
+            RunError: it is damaged or not safe, or names, shapes or dtypes differ. Nothing is loaded then, unless
+                reading itself broke off.
         """
         self.wait()
         checked: list[Metadata] = []
