@@ -99,8 +99,9 @@ def _construct(config_class: type[PretrainedConfig], fields: dict[str, Any]) -> 
     try:
         return config_class(**fields)
     except Exception as error:  # the config classes raise whatever their validators raise
-        field = re.search(r"field '(\w+)'", str(error))
-        raise ArchError(field.group(1) if field else "", " ".join(str(error).split())) from error
+        message = " ".join(str(error).split())
+        named = [key for key in fields if re.search(rf"\b{key}\b", message)]
+        raise ArchError(named[0] if named else "", message) from error
 
 
 def _check_vocabulary(config: PretrainedConfig, tokenizer_length: int | None) -> None:

@@ -82,7 +82,7 @@ def test_gradient_arrives_scaled_and_only_where_it_is_wanted() -> None:
 
 
 def test_bfloat16_logits_are_not_rounded() -> None:
-    """Field case R87: bf16 operands, true loss 36.1: returned in fp32 with an error below 1e-3 (bf16's grid is 0.25)."""
+    """Field case R87: bf16 operands, true loss 36.1: returned in fp32, error below 1e-3 (bf16's grid is 0.25)."""
     hidden = torch.tensor([[1.0, 1.0]], dtype=torch.bfloat16)
     weight = torch.tensor([[0.0, 0.0], [36.0, 0.1]], dtype=torch.bfloat16)
     truth = F.cross_entropy(hidden.double() @ weight.double().T, torch.tensor([0])).item()
