@@ -7,12 +7,10 @@ weights. It keeps no cache of keys and values, so it is for a look at small mode
 """
 
 import argparse
-import warnings
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import ConfigError
@@ -20,11 +18,11 @@ from configs.sft import SFTConfig
 from models.base import CausalLM
 from models.batch import IGNORE_INDEX
 from models.registry import build_config, build_model
-from trainer.checkpoint import find_checkpoint
-from trainer.checkpoint.safe_reader import SafeReader, read_metadata
+from trainer.checkpoint import Checkpointer, find_checkpoint
 from trainer.data.collate import collate
 from trainer.data.row import Rows
 from trainer.errors import RunError
+from trainer.parallel.mesh import one_rank_mesh
 from trainer.tokenizer import load_tokenizer
 
 
@@ -78,10 +76,9 @@ def load_model(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, checkpoint
         attn="sdpa",
         dtype=torch.float32,
     )
-    # One process is how this script works, not something to warn about.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     weights = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    load(weights, storage_reader=SafeReader(checkpoint, read_metadata(checkpoint)), no_dist=True)
+    mesh = one_rank_mesh(torch.device("cpu"))
+    Checkpointer(checkpoint.parents[1], None, mesh).load(checkpoint, weights, ignore=("optimizer.",))
     return model
 
 

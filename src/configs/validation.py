@@ -52,6 +52,9 @@ class ValConfig(BaseConfig):
 
     def table_faults(self) -> list[Fault]:
         faults = []
+        if self.interval is None and not self.eval_on_start and not self.eval_on_end:
+            message = "is missing: nothing says when to validate; set it, eval_on_start or eval_on_end"
+            faults.append(Fault(key="interval", message=message))
         names = [entry if isinstance(entry, str) else entry.name for entry in self.sets]
         for name in sorted({name for name in names if names.count(name) > 1}):
             faults.append(Fault(key="sets", message=f"{name!r} is named twice"))

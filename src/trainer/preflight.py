@@ -15,15 +15,15 @@ from configs.checks import check_batch, check_schedule
 from configs.data import TokensDataConfig
 from configs.errors import ConfigError, Fault
 from configs.sft import SFTConfig
-from configs.validation import ValConfig
 from models.errors import ArchError
 from models.registry import build_config, build_model
 from trainer.checkpoint import find_checkpoint
 from trainer.data.build import build_source
 from trainer.data.row import RowSource
-from trainer.data.shards import TokenPool
 from trainer.model_setup import DTYPES, choose_attention
+from trainer.parallel.mesh import one_rank_mesh
 from trainer.tokenizer import load_tokenizer
+from trainer.validation import build_validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,13 @@ def preflight(config: SFTConfig, *, run_dir: Path, world_size: int, say: Callabl
     with _collecting(faults):
         _check_model(config, inputs.model_config)
     with _collecting(faults):
-        _check_held_out(config.val, inputs.tokenizer, config.tokenizer.name)
+        build_validation(
+            config.val,
+            tokenizer=inputs.tokenizer,
+            vocab_size=inputs.model_config.vocab_size,
+            mesh=one_rank_mesh(torch.device("cpu")),
+            pin_memory=False,
+        )
     with _collecting(faults):
         if config.resume is not None:
             found = find_checkpoint(config.resume.dir or run_dir, config.resume.step, say)
@@ -194,16 +200,6 @@ def _check_model(config: SFTConfig, model_config: PretrainedConfig) -> None:
 
 def _arch_fault(error: ArchError) -> ConfigError:
     return ConfigError.one(f"model.arch.{error.key}" if error.key else "model.arch", error.message)
-
-
-def _check_held_out(config: ValConfig | None, tokenizer: PreTrainedTokenizerBase | None, name: str | None) -> None:
-    if config is None or tokenizer is None:
-        return
-    for held_out in config.sets:
-        path = (config.data_dir or Path()) / held_out if isinstance(held_out, str) else held_out.path
-        pool = TokenPool([path], key="val.sets")
-        if isinstance(tokenizer.eos_token_id, int) and name is not None:
-            pool.check_tokenizer(tokenizer.eos_token_id, name)
 
 
 def _too_few_rows(config: SFTConfig, source: RowSource, fitting: int) -> Fault:

@@ -242,7 +242,7 @@ class Trainer:
         if report.verdict == "stop":
             raise RunError(f"{reason} (nan_guard.max_consecutive reached, no nan_guard.max_rewinds left)")
         try:
-            path = find_checkpoint(self.run_info.dir, None, log.warning)
+            path = find_checkpoint(self.run_info.dir, None, log.warning, at_most=report.step + 1)
         except ConfigError as error:
             raise RunError(f"{reason}, and there is no checkpoint to go back to") from error
         self.grad_sync.clear_gradients()

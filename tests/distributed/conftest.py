@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint.safe_reader import read_metadata
-from trainer.parallel.mesh import Mesh
+from trainer.parallel.mesh import one_rank_mesh
 
 COMMAND = [str(Path(sys.executable).with_name("sft"))]
 
@@ -102,9 +102,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, on one rank."""
     entries = read_metadata(path).state_dict_metadata
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-    mesh = Mesh(
-        device=torch.device("cpu"), rank=0, world_size=1, dp_rank=0, dp_size=1, device_mesh=None, host_group=None
-    )
+    mesh = one_rank_mesh(torch.device("cpu"))
     Checkpointer(path.parents[1], None, mesh).load(path, tensors)
     return tensors
 

@@ -76,4 +76,4 @@ def clip_gradients(gradients: dict[str, Tensor], total_norm: Tensor, max_norm: f
     for gradient in gradients.values():
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for dtype, tensors in by_dtype.items():
-        torch._foreach_mul_(tensors, scale.to(dtype))
+        torch._foreach_mul_(tensors, scale.to(dtype))  # pyright: ignore[reportPrivateImportUsage]

@@ -90,7 +90,7 @@ class ShardedGradSync:
         self._parameters: dict[str, DTensor] = {
             name: parameter for name, parameter in self._model.named_parameters() if isinstance(parameter, DTensor)
         }
-        self._masters = {name: parameter.detach().to_local() for name, parameter in self._parameters.items()}
+        self._masters = {name: parameter.to_local().detach() for name, parameter in self._parameters.items()}
 
     @property
     def masters(self) -> dict[str, Tensor]:
@@ -189,4 +189,5 @@ class LocalGradSync:
         stale = [name for name, master in self._masters.items() if self._copies[name].dtype != master.dtype]
         if stale:
             with torch.no_grad():
-                torch._foreach_copy_([self._copies[name] for name in stale], [self._masters[name] for name in stale])
+                copies, masters = [self._copies[name] for name in stale], [self._masters[name] for name in stale]
+                torch._foreach_copy_(copies, masters)  # pyright: ignore[reportPrivateImportUsage]

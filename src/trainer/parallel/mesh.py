@@ -40,6 +40,11 @@ class Mesh:
         return values
 
 
+def one_rank_mesh(device: torch.device) -> Mesh:
+    """The mesh of a process that is alone."""
+    return Mesh(device=device, rank=0, world_size=1, dp_rank=0, dp_size=1, device_mesh=None, host_group=None)
+
+
 def build_mesh(timeout_seconds: int) -> Mesh:
     """Join the process group that the launcher described in the environment.
 
@@ -53,13 +58,15 @@ def build_mesh(timeout_seconds: int) -> Mesh:
     else:
         device = torch.device("cpu")
     if world_size == 1:
-        return Mesh(device=device, rank=0, world_size=1, dp_rank=0, dp_size=1, device_mesh=None, host_group=None)
+        return one_rank_mesh(device)
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
+    host_group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(host_group, dist.ProcessGroup)  # something else only on ranks outside of it
     return Mesh(
         device=device,
         rank=rank,
@@ -67,5 +74,5 @@ def build_mesh(timeout_seconds: int) -> Mesh:
         dp_rank=rank,
         dp_size=world_size,
         device_mesh=init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp_shard",)),
-        host_group=dist.new_group(backend="gloo", timeout=timeout),
+        host_group=host_group,
     )

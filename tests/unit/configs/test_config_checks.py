@@ -187,29 +187,49 @@ class TestFolders:
         assert list(faults(data__type="tokens", data__paths=f'["{path}"]')) == ["data.paths"]
 
     def test_validation_sets(self):
-        assert faults(val__sets='[{"name": "a", "path": "gone"}]') == {"val.sets": "gone does not exist"}
-        assert faults(val__sets='["a"]', val__data_dir="there") == {"val.sets": "there/a does not exist"}
-        assert faults(val__sets='["a"]', val__data_dir="gone") == {"val.data_dir": "gone does not exist"}
-        assert sft(val__sets='["there", {"name": "b", "path": "file"}]', val__data_dir=".").val is not None
+        assert faults(val__interval="5", val__sets='[{"name": "a", "path": "gone"}]') == {
+            "val.sets": "gone does not exist"
+        }
+        assert faults(val__interval="5", val__sets='["a"]', val__data_dir="there") == {
+            "val.sets": "there/a does not exist"
+        }
+        assert faults(val__interval="5", val__sets='["a"]', val__data_dir="gone") == {
+            "val.data_dir": "gone does not exist"
+        }
+        assert (
+            sft(val__interval="5", val__sets='["there", {"name": "b", "path": "file"}]', val__data_dir=".").val
+            is not None
+        )
 
 
 class TestValidation:
     SETS = '[{"name": "a", "path": "there"}]'
 
+    def test_something_says_when(self):
+        assert list(faults(val__sets=self.SETS)) == ["val.interval"]
+        assert sft(val__sets=self.SETS, val__eval_on_end="true").val is not None
+
     def test_names_need_a_folder_and_differ(self):
-        assert list(faults(val__sets='["a"]')) == ["val.sets"]
-        assert list(faults(val__sets='["there", {"name": "there", "path": "."}]', val__data_dir=".")) == ["val.sets"]
+        assert list(faults(val__interval="5", val__sets='["a"]')) == ["val.sets"]
+        assert list(
+            faults(val__interval="5", val__sets='["there", {"name": "there", "path": "."}]', val__data_dir=".")
+        ) == ["val.sets"]
 
     def test_a_path_is_no_name(self):
-        assert list(faults(val__sets='["../a"]', val__data_dir=".")) == ["val.sets.0"]
+        assert list(faults(val__interval="5", val__sets='["../a"]', val__data_dir=".")) == ["val.sets.0"]
 
     def test_lengths(self):
-        assert faults(val__sets=self.SETS, val__seq_lens="[1]") == {"val.seq_lens.0": "must be at least 2, got 1"}
-        assert list(faults(val__sets=self.SETS, val__seq_lens="[4, 4]")) == ["val.seq_lens"]
-        assert list(faults(val__sets=self.SETS, val__seq_lens="[4, 8]", val__micro_batch_tokens="7")) == [
-            "val.micro_batch_tokens"
-        ]
-        assert sft(val__sets=self.SETS, val__seq_lens="[4, 8]", val__micro_batch_tokens="8").val is not None
+        assert faults(val__interval="5", val__sets=self.SETS, val__seq_lens="[1]") == {
+            "val.seq_lens.0": "must be at least 2, got 1"
+        }
+        assert list(faults(val__interval="5", val__sets=self.SETS, val__seq_lens="[4, 4]")) == ["val.seq_lens"]
+        assert list(
+            faults(val__interval="5", val__sets=self.SETS, val__seq_lens="[4, 8]", val__micro_batch_tokens="7")
+        ) == ["val.micro_batch_tokens"]
+        assert (
+            sft(val__interval="5", val__sets=self.SETS, val__seq_lens="[4, 8]", val__micro_batch_tokens="8").val
+            is not None
+        )
 
 
 def test_each_fault_says_which_file_or_flag_gave_the_value():

@@ -125,11 +125,11 @@ class TestLists:
 
     def test_in_an_optional_block(self):
         for form in (["--val.seq-lens", "64", "128"], ["--val.seq-lens=[64,128]"]):
-            check(["--val.sets", SET, *form], "val.seq_lens", [64, 128])
+            check(["--val.interval", "5", "--val.sets", SET, *form], "val.seq_lens", [64, 128])
 
     def test_of_tables_and_names(self):
         Path("b").mkdir()
-        resolved = resolve([*RUN, "--val.data-dir=.", "--val.sets", "b", SET])
+        resolved = resolve([*RUN, "--val.data-dir=.", "--val.eval-on-end", "--val.sets", "b", SET])
         assert resolved.config.val is not None
         assert [getattr(entry, "name", entry) for entry in resolved.config.val.sets] == ["b", "a"]
 

@@ -139,7 +139,7 @@ def test_held_out_shards_are_checked(
             data={"type": "tokens", "paths": [tiny_shards]},
             model={"arch": _ARCH | {"vocab_size": 384}},
             tokenizer={"name": str(tiny_tokenizer)},
-            val={"sets": [{"name": "held", "path": folder}]},
+            val={"interval": 5, "sets": [{"name": "held", "path": folder}]},
         )
 
     assert preflight(config(tiny_heldout), run_dir=tmp_path, world_size=1, say=print).steps == 5

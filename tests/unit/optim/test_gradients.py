@@ -2,11 +2,9 @@ import pytest
 import torch
 
 from trainer.optim.gradients import clip_gradients, gradient_norms, parameter_group
-from trainer.parallel.mesh import Mesh
+from trainer.parallel.mesh import one_rank_mesh
 
-ONE_RANK = Mesh(
-    device=torch.device("cpu"), rank=0, world_size=1, dp_rank=0, dp_size=1, device_mesh=None, host_group=None
-)
+ONE_RANK = one_rank_mesh(torch.device("cpu"))
 
 
 def norms_of(gradients, nats=1.0, loss_tokens=4.0):
