@@ -189,5 +189,6 @@ class LocalGradSync:
         stale = [name for name, master in self._masters.items() if self._copies[name].dtype != master.dtype]
         if stale:
             with torch.no_grad():
-                copies, masters = [self._copies[name] for name in stale], [self._masters[name] for name in stale]
+                copies: list[Tensor] = [self._copies[name] for name in stale]
+                masters = [self._masters[name] for name in stale]
                 torch._foreach_copy_(copies, masters)  # pyright: ignore[reportPrivateImportUsage]

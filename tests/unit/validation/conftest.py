@@ -1,6 +1,7 @@
 """A stub model with exact document isolation, and helpers to build validations of hand-made shards."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from models.base import CausalLM, LossOutput
 from models.batch import IGNORE_INDEX, Batch
-from trainer.parallel.mesh import Mesh
+from trainer.parallel.mesh import Mesh, one_rank_mesh
 
 
 class StubLM(CausalLM):
@@ -54,15 +55,7 @@ def make_mesh() -> Callable[..., Mesh]:
     """The mesh of one of `dp_size` ranks, without a process group."""
 
     def make(dp_rank: int = 0, dp_size: int = 1) -> Mesh:
-        return Mesh(
-            device=torch.device("cpu"),
-            rank=dp_rank,
-            world_size=1,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
-            device_mesh=None,
-            host_group=None,
-        )
+        return replace(one_rank_mesh(torch.device("cpu")), dp_rank=dp_rank, dp_size=dp_size)
 
     return make
 

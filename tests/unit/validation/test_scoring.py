@@ -26,7 +26,9 @@ VOCAB = 384
 @pytest.fixture
 def build(tiny_tokenizer: Path, make_mesh: Callable[..., Any]) -> Callable[..., Validation]:
     def build(path: Path, *, dp_rank: int = 0, dp_size: int = 1, vocab_size: int = VOCAB, **fields: Any) -> Validation:
-        config = ValConfig.model_validate({"sets": [{"name": "set", "path": path}], "seq_lens": [16], **fields})
+        config = ValConfig.model_validate(
+            {"interval": 1, "sets": [{"name": "set", "path": path}], "seq_lens": [16], **fields}
+        )
         validation = build_validation(
             config,
             tokenizer=load_tokenizer(str(tiny_tokenizer)),
@@ -228,7 +230,7 @@ def test_a_folder_without_shards_is_refused(build: Callable[..., Validation], tm
 def test_sets_by_name_lie_in_data_dir(
     tiny_tokenizer: Path, tiny_heldout: Path, make_mesh: Callable[..., Any], stub_model: Callable[..., Any]
 ) -> None:
-    config = ValConfig(data_dir=tiny_heldout.parent, sets=[tiny_heldout.name], seq_lens=[1024])
+    config = ValConfig(interval=1, data_dir=tiny_heldout.parent, sets=[tiny_heldout.name], seq_lens=[1024])
     validation = build_validation(
         config,
         tokenizer=load_tokenizer(str(tiny_tokenizer)),

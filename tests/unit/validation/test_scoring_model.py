@@ -60,6 +60,7 @@ def test_a_model_scores_packed_windows_as_one_by_one(
     for micro_batch_tokens in (SEQ_LEN, 1000):
         config = ValConfig.model_validate(
             {
+                "interval": 1,
                 "sets": [{"name": "tiny", "path": tiny_heldout}],
                 "seq_lens": [SEQ_LEN],
                 "micro_batch_tokens": micro_batch_tokens,
