@@ -118,10 +118,6 @@ class StepReporter:
             stop_requested=bool(values["stop"]),
         )
 
-    def discard(self) -> None:
-        """Forget the step whose statistics are on their way."""
-        self._pending = None
-
     def _count(self, pending: _Pending, values: dict[str, float]) -> None:
         progress = self._state.progress
         progress.step = pending.step + 1

@@ -70,12 +70,11 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any], config: CheckpointConfig) -> None:
         """Put everything but tensors back, less what `ckpt.skip_*` leaves out."""
-        fresh_data = self._loader.state_dict(0)
         saved = Progress(**state["progress"])
         self.progress = Progress() if config.skip_progress else saved
         if config.skip_scheduler:
             self.progress.schedule_start = self.progress.step
-        data = fresh_data if config.skip_dataloader else state["data"]
+        data = self._loader.first_state() if config.skip_dataloader else state["data"]
         self._loader.load_state_dict(data, self.progress.step)
         self.guard.load_state_dict(state["guard"])
         self.loss_spike.load_state_dict(state["spikes"][0])

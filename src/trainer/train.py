@@ -15,6 +15,7 @@ from configs.errors import ConfigError
 from configs.sft import SFTConfig
 from models.init import init_weights
 from trainer.checkpoint import Checkpointer, checkpoint_size, find_checkpoint, read_state
+from trainer.checkpoint.agreement import agree
 from trainer.data.loader import RowLoader
 from trainer.errors import RunError
 from trainer.hooks import Hook, HookContext
@@ -88,6 +89,7 @@ class Trainer:
             mesh=mesh,
             pin_memory=pin_memory,
         )
+        self.resumed_from: Path | None = None
         wandb_id = self._first_weights()
         self.monitors = None
         if mesh.rank == 0:
@@ -216,14 +218,34 @@ class Trainer:
             self.grad_sync.publish()
             log.info("weights: drawn from [model.init], std %g, seed %d", init.std, init.seed)
             return None
-        path = find_checkpoint(config.resume.dir or self.run_info.dir, config.resume.step, log.warning)
-        saved = self._restore(path, config.ckpt or CheckpointConfig())
+        path = self._find_checkpoint(config.resume.dir or self.run_info.dir, step=config.resume.step)
+        self.resumed_from = path
+        saved = self._restore(path)
         log.info("weights: from checkpoint %s; training goes on at step %d", path, self.state.progress.step + 1)
         return saved["wandb_id"] if config.resume.dir is None else None
 
-    def _restore(self, path: Path, skips: CheckpointConfig) -> dict[str, Any]:
+    def _find_checkpoint(self, run_dir: Path, *, step: int | None = None, at_most: int | None = None) -> Path:
+        """`find_checkpoint`, on rank 0 alone: another node may not see the newest folder of shared storage yet."""
+
+        def look() -> Path | None:
+            if self.mesh.rank != 0:
+                return None
+            try:
+                return find_checkpoint(run_dir, step, log.warning, at_most=at_most)
+            except ConfigError as error:
+                raise RunError(error.faults[0].message) from error
+
+        path = agree(self.mesh, look)[0]
+        assert path is not None
+        return path
+
+    def _restore(self, path: Path) -> dict[str, Any]:
         saved = read_state(path)
+        # `ckpt.skip_*` is about the checkpoint that the run was resumed from, also when it goes back to that one.
+        config = self.config.ckpt if path == self.resumed_from else None
+        skips = config or CheckpointConfig()
         if skips.skip_optimizer:
+            self.optimizer.reset()
             self.checkpointer.load(path, self.state.model_tensors(), ignore=("optimizer.",))
         else:
             self.checkpointer.load(path, self.state.tensors())
@@ -242,12 +264,12 @@ class Trainer:
         if report.verdict == "stop":
             raise RunError(f"{reason} (nan_guard.max_consecutive reached, no nan_guard.max_rewinds left)")
         try:
-            path = find_checkpoint(self.run_info.dir, None, log.warning, at_most=report.step + 1)
-        except ConfigError as error:
+            path = self._find_checkpoint(self.run_info.dir, at_most=report.step + 1)
+        except RunError as error:
             raise RunError(f"{reason}, and there is no checkpoint to go back to") from error
         self.grad_sync.clear_gradients()
         counters = guard.state_dict()
-        self._restore(path, CheckpointConfig())
+        self._restore(path)
         guard.load_state_dict(counters)
         guard.rewound()
         step = self.state.progress.step

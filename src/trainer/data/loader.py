@@ -157,6 +157,10 @@ class RowLoader:
         """Where the stream stands before `next_step`; JSON-able, the same on every rank."""
         return {**self._stream.state_dict(next_step), "fingerprint": self._source.fingerprint}
 
+    def first_state(self) -> dict[str, Any]:
+        """The state of a run that has read nothing yet."""
+        return {"epoch": 0, "index": 0, "skips": [], "fingerprint": self._source.fingerprint}
+
     def load_state_dict(self, state: dict[str, Any], next_step: int) -> None:
         """Go on from a checkpoint, on any number of ranks and threads.
 

@@ -64,6 +64,9 @@ class RowStream:
     def load_state_dict(self, state: dict[str, Any], next_step: int) -> None:
         """Let `next_step` begin at the position of the state, whatever step and batch size it was saved at.
 
+        Ranges skipped so far stay skipped: a run that goes back twice to one checkpoint must not read again what it
+        passed over the first time, which the checkpoint cannot know of.
+
         Raises:
             ConfigError: key "resume": the state is incomplete or damaged.
         """
@@ -78,7 +81,8 @@ class RowStream:
         if position < 0 or any(start >= stop for start, stop in skips):
             raise ConfigError.one("resume", "the checkpoint's data state is damaged (negative position or empty skip)")
         self._origin = (next_step, position)
-        self._skips = [(start, stop) for start, stop in skips if start >= position]
+        self._skips = sorted((start, stop) for start, stop in skips + self._skips if start >= position)
+        self._merge_neighbours()
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
