@@ -35,7 +35,7 @@ def shape(width: int, layers: int, heads: int, kv_heads: int, mlp: int, vocab: i
 
 SHAPES = {
     "tiny": shape(64, 2, 4, 2, 128, 512, tied=True),
-    "125m": shape(768, 12, 12, 4, 2048, 49152, tied=True),
+    "125m": shape(768, 12, 12, 12, 2048, 49152, tied=True),
     "1b": shape(2048, 16, 32, 8, 8192, 128256, tied=True),
     "3b": shape(3072, 28, 24, 8, 8192, 128256, tied=True),
     "8b": shape(4096, 32, 32, 8, 14336, 128256, tied=False),

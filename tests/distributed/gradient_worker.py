@@ -1,4 +1,5 @@
-"""One rank of test_gradient_equivalence: loss and gradients of one global batch under several settings.
+"""One rank of test_gradient_equivalence: loss and gradients of one global batch, or weights after some steps, under
+several settings.
 
 Usage: gradient_worker.py OUT SETTINGS_JSON, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.
 """
@@ -6,20 +7,33 @@ Usage: gradient_worker.py OUT SETTINGS_JSON, with RANK, WORLD_SIZE, MASTER_ADDR 
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from configs.checkpoint import CheckpointConfig
 from configs.data import FakeDataConfig
 from configs.model import ModelConfig
+from configs.optim import AdamWConfig
+from models.base import CausalLM
+from models.batch import IGNORE_INDEX
 from models.init import init_weights
 from models.registry import build_config
+from trainer.checkpoint import Checkpointer
 from trainer.data.build import build_source
 from trainer.data.loader import RowLoader
+from trainer.data.row import Rows, RowSource
 from trainer.micro_batch import run_micro_batches
 from trainer.model_setup import build_parallel_model
+from trainer.optim.build import build_optimizer
+from trainer.optim.gradients import clip_gradients, gradient_norms
+from trainer.parallel.data_parallel import GradSync
 from trainer.parallel.mesh import Mesh, build_mesh
 
 BATCH_SIZE, SEQ_LEN = 8, 24
@@ -36,8 +50,25 @@ ARCH = {
 }
 
 
-def measure(mesh: Mesh, setting: dict) -> dict[str, torch.Tensor]:
-    """Float64 gradients of one global batch by parameter name, and "loss" (mean over loss tokens)."""
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Masked:
+    """Rows of another source; those from place `first` of each step on carry no loss."""
+
+    def __init__(self, source: RowSource, first: int) -> None:
+        self._source, self._first = source, first
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def fill(self, epoch: int, indices: np.ndarray, out: Rows) -> None:
+        self._source.fill(epoch, indices, out)
+        out.labels[: len(indices)][indices % BATCH_SIZE >= self._first] = IGNORE_INDEX
+
+
+def build(mesh: Mesh, setting: dict) -> tuple[CausalLM, GradSync, RowLoader]:
     arch = ARCH | {"tie_word_embeddings": setting["tied"]}
     model_config = build_config(arch, tokenizer_length=None, special_ids={})
     config = ModelConfig.model_validate(
@@ -51,8 +82,9 @@ def measure(mesh: Mesh, setting: dict) -> dict[str, torch.Tensor]:
     data = FakeDataConfig(
         type="fake", seq_len=SEQ_LEN, batch_size=BATCH_SIZE, length="variable", input_ids="random", num_rows=100
     )
+    source = build_source(data, vocab_size=model_config.vocab_size, eos_token_id=None, tokenizer_name=None)
     loader = RowLoader(
-        build_source(data, vocab_size=model_config.vocab_size, eos_token_id=None, tokenizer_name=None),
+        cast(RowSource, Masked(source, setting.get("masked_from", BATCH_SIZE))),
         batch_size=BATCH_SIZE,
         micro_batch_size=setting["micro_batch_size"],
         dp_rank=mesh.dp_rank,
@@ -60,14 +92,63 @@ def measure(mesh: Mesh, setting: dict) -> dict[str, torch.Tensor]:
         num_workers=0,
         pin_memory=False,
     )
-    batches = loader.step(5)
-    result = run_micro_batches(model, batches.micro_batches, batches.num_loss_tokens, grad_sync, mesh)
+    return model, grad_sync, loader
+
+
+def whole(grad_sync: GradSync, parts: dict[str, Tensor]) -> dict[str, Tensor]:
     out = {}
-    for name, gradient in grad_sync.gradients().items():
-        whole = grad_sync.as_global(name, gradient)
-        out[name] = whole.full_tensor() if isinstance(whole, DTensor) else whole
-    out["loss"] = mesh.sum_(result.nats) / result.loss_tokens
+    for name, part in parts.items():
+        tensor = grad_sync.as_global(name, part)
+        out[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return out
+
+
+def measure(mesh: Mesh, setting: dict) -> dict[str, Tensor]:
+    """Float64 gradients of one global batch by parameter name, and "loss" (mean over loss tokens)."""
+    model, grad_sync, loader = build(mesh, setting)
+    batches = loader.step(5)
+    micro_batches, num_loss_tokens = batches.micro_batches, batches.num_loss_tokens
+    if setting.get("only_first"):
+        micro_batches, num_loss_tokens = micro_batches[:1], micro_batches[0].num_loss_tokens
+    result = run_micro_batches(model, micro_batches, num_loss_tokens, grad_sync, mesh)
+    loss = mesh.sum_(result.nats) / result.loss_tokens
+    return whole(grad_sync, grad_sync.gradients()) | {"loss": loss}
+
+
+def take_steps(mesh: Mesh, setting: dict, folder: Path) -> dict[str, Tensor]:
+    """Float64 weights by parameter name after `setting["steps"]` optimizer steps, and "updates", how many changed them.
+
+    With "reload" the run is saved after its first step, spoilt, and loaded again.
+    """
+    model, grad_sync, loader = build(mesh, setting)
+    num_dims = {name: parameter.dim() for name, parameter in model.named_parameters()}
+    optimizer = build_optimizer(AdamWConfig(lr=1e-2, eps=1e-5), grad_sync.masters, num_dims)
+    checkpointer = Checkpointer(folder, CheckpointConfig(async_save=False), mesh)
+    for step in range(setting["steps"]):
+        batches = loader.step(step)
+        result = run_micro_batches(model, batches.micro_batches, batches.num_loss_tokens, grad_sync, mesh)
+        gradients = grad_sync.gradients()
+        norms = gradient_norms(gradients, result.nats, result.loss_tokens, mesh)
+        clip_gradients(gradients, norms.total, 0.5)
+        optimizer.step(gradients, 1e-2, norms.update_ok)
+        grad_sync.clear_gradients()
+        if setting.get("reload") and step == 0:
+            moments = {
+                f"{kind}.{name}": grad_sync.as_global(name, moment)
+                for kind, by_name in optimizer.moments().items()
+                for name, moment in by_name.items()
+            }
+            weights = {name: grad_sync.as_global(name, master) for name, master in grad_sync.masters.items()}
+            checkpointer.save(1, weights | moments, {})
+            for tensor in (weights | moments).values():
+                tensor.zero_()
+            checkpointer.load(folder / "checkpoints" / "step_1", weights | moments)
+        grad_sync.publish()
+    assert len(model.vocabulary_matrices) == (1 if setting["tied"] else 2)
+    every_name = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    assert every_name == list(grad_sync.masters)
+    counts = {count.item() for count in optimizer.step_counts().values()}
+    return whole(grad_sync, grad_sync.masters) | {"updates": torch.tensor(sorted(counts), dtype=torch.float64)}
 
 
 def main() -> None:
@@ -81,7 +162,11 @@ def main() -> None:
         here = mesh
         if setting.get("sharded_at_one_rank"):
             here = replace(mesh, device_mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",)))
-        results.append(measure(here, setting))
+        if "steps" in setting:
+            folder = Path(sys.argv[1]).parent / f"run_{mesh.world_size}_{len(results)}"
+            results.append(take_steps(here, setting, folder))
+        else:
+            results.append(measure(here, setting))
     if mesh.rank == 0:
         torch.save(results, sys.argv[1])
     dist.destroy_process_group()
