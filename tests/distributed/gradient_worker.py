@@ -50,10 +50,6 @@ ARCH = {
 }
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 class Masked:
     """Rows of another source; those from place `first` of each step on carry no loss."""
 

@@ -43,7 +43,7 @@ def setting(micro_batch_size=1, *, ac=None, defer=False, tied=False, **extra) ->
     return {"micro_batch_size": micro_batch_size, "ac": ac, "defer": defer, "tied": tied} | extra
 
 
-STEPS = [setting(2, steps=4), setting(2, steps=4, tied=True), setting(2, steps=0), setting(2, steps=0, tied=True)]
+STEPS = [setting(2, steps=3), setting(2, steps=3, tied=True), setting(2, steps=0), setting(2, steps=0, tied=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ def test_several_ranks(world_size, reference, tmp_path):
     """Field cases R12, R13, R81: ranks times micro-batches times deferral times activation checkpointing.
 
     R15, R18: rows without loss, on one of two ranks or in a whole micro-batch, leave the gradients of the others; a
-    step without any loss token changes no bit of any weight. R70: a tied head stays one parameter through sharding,
+    step without any loss token leaves every bit of the first weights, which are those of one rank. R70: a tied head stays one parameter through sharding,
     loading and steps. With four ranks some hold no row of the q/k norms: their optimizer has empty tensors.
     """
     sizes = [size for size in (1, 2, 4) if size * world_size <= 8]
@@ -111,14 +111,14 @@ def test_several_ranks(world_size, reference, tmp_path):
     ]
     settings += [setting(1, defer=defer, tied=True) for defer in (False, True)]
     masked = [setting(max(sizes), masked_from=4, defer=defer) for defer in (False, True)] + [setting(1, masked_from=4)]
-    steps = [setting(1, steps=4, reload=True, defer=defer, tied=defer) for defer in (False, True)]
-    empty = [setting(2, steps=2, masked_from=0, defer=defer, tied=defer) for defer in (False, True)]
+    steps = [setting(1, steps=3, reload=True, defer=defer, tied=defer) for defer in (False, True)]
+    empty = [setting(2, steps=1, masked_from=0, defer=defer, tied=defer) for defer in (False, True)]
     results = iter(run_ranks(world_size, [*settings, *masked, *steps, *empty], tmp_path / "out.pt"))
     assert_same(settings, list(itertools.islice(results, len(settings))), reference)
     for used, result in zip(masked, itertools.islice(results, len(masked)), strict=True):
         assert_close(result, reference.first_half, 1e-12, used)
     for used, result in zip(steps, itertools.islice(results, len(steps)), strict=True):
-        assert_close(result, reference.weights[used["tied"], 4], 1e-9, used)
+        assert_close(result, reference.weights[used["tied"], 3], 1e-9, used)
     for used, result in zip(empty, results, strict=True):
         untouched = reference.weights[used["tied"], 0]
         assert [name for name in untouched if not torch.equal(result[name], untouched[name])] == []
