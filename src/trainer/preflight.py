@@ -11,15 +11,19 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from configs.checkpoint import CheckpointConfig
 from configs.checks import check_batch, check_schedule
 from configs.data import TokensDataConfig
 from configs.errors import ConfigError, Fault
 from configs.sft import SFTConfig
+from models.base import CausalLM
 from models.errors import ArchError
 from models.registry import build_config, build_model
-from trainer.checkpoint import find_checkpoint
+from trainer.checkpoint import check_fits, find_checkpoint, read_state
 from trainer.data.build import build_source
+from trainer.data.loader import RowLoader
 from trainer.data.row import RowSource
+from trainer.errors import RunError
 from trainer.model_setup import DTYPES, choose_attention
 from trainer.parallel.mesh import one_rank_mesh
 from trainer.tokenizer import load_tokenizer
@@ -131,12 +135,12 @@ def preflight(config: SFTConfig, *, run_dir: Path, world_size: int, say: Callabl
     """
     inputs = prepare(config)
     faults: list[Fault] = []
-    plan = None
+    plan = model = None
     with _collecting(faults):
         plan = plan_run(config, inputs.source, world_size)
         faults += check_schedule(config.scheduler, lr=config.optim.lr, total_steps=plan.steps)
     with _collecting(faults):
-        _check_model(config, inputs.model_config)
+        model = _build_on_meta(config, inputs.model_config)
     with _collecting(faults):
         build_validation(
             config.val,
@@ -149,6 +153,8 @@ def preflight(config: SFTConfig, *, run_dir: Path, world_size: int, say: Callabl
         if config.resume is not None:
             found = find_checkpoint(config.resume.dir or run_dir, config.resume.step, say)
             say(f"resume: from {found}")
+            if plan is not None and model is not None:
+                faults += _resume_faults(config, found, plan=plan, model=model, source=inputs.source)
     if faults or plan is None:
         raise ConfigError(faults)
     return plan
@@ -186,16 +192,48 @@ def _model_config(config: SFTConfig, tokenizer: PreTrainedTokenizerBase | None) 
         raise _arch_fault(error) from error
 
 
-def _check_model(config: SFTConfig, model_config: PretrainedConfig) -> None:
-    """Build it without memory: what an architecture asks for and we lack shows here, not on every worker."""
+def _build_on_meta(config: SFTConfig, model_config: PretrainedConfig) -> CausalLM:
+    """The model without memory: what an architecture asks for and we lack shows here, not on every worker."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     attn = choose_attention(config.model.attn, device, DTYPES[config.model.resolved_compute_dtype])
     seq_len = max(config.data.seq_len, *(config.val.seq_lens if config.val else (0,)))
     try:
         with torch.device("meta"):
-            build_model(model_config, seq_len=seq_len, attn=attn, dtype=DTYPES[config.model.optimization_dtype])
+            return build_model(model_config, seq_len=seq_len, attn=attn, dtype=DTYPES[config.model.optimization_dtype])
     except ArchError as error:
         raise _arch_fault(error) from error
+
+
+def _resume_faults(config: SFTConfig, path: Path, *, plan: Plan, model: CausalLM, source: RowSource) -> Iterator[Fault]:
+    """Why the run cannot go on from the whole checkpoint at `path`."""
+    skips = config.ckpt or CheckpointConfig()
+    state = read_state(path)
+    try:
+        # The optimizer's moments have the shapes of these; under FSDP only the workers know which there are.
+        check_fits(path, {f"model.{name}": tensor for name, tensor in model.named_parameters()}, ("optimizer.",))
+    except RunError as error:
+        yield Fault(key="resume", message=str(error))
+    if not skips.skip_dataloader:
+        data = config.data
+        loader = RowLoader(
+            source,
+            batch_size=data.batch_size,
+            micro_batch_size=data.micro_batch_size,
+            dp_rank=0,
+            dp_size=1,
+            num_workers=0,
+            pin_memory=False,
+        )
+        try:
+            loader.load_state_dict(state["data"], state["progress"]["step"])
+        except ConfigError as error:
+            yield from error.faults
+    step = 0 if skips.skip_progress else state["progress"]["step"]
+    if step > plan.steps:
+        key = "data.max_epochs" if config.max_steps is None else "max_steps"
+        yield Fault(key=key, message=f"the run has {plan.steps:,} steps, fewer than the {step:,} of {path}")
+    elif skips.skip_scheduler:
+        yield from check_schedule(config.scheduler, lr=config.optim.lr, total_steps=plan.steps - step)
 
 
 def _arch_fault(error: ArchError) -> ConfigError:

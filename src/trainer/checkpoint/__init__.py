@@ -3,7 +3,7 @@
 Tensors lie in torch.distributed.checkpoint's format, everything else in `state.json` beside them.
 """
 
-from trainer.checkpoint.checkpointer import Checkpointer, checkpoint_size
+from trainer.checkpoint.checkpointer import Checkpointer, check_fits, checkpoint_size
 from trainer.checkpoint.folder import find_checkpoint, read_state
 
-__all__ = ["Checkpointer", "checkpoint_size", "find_checkpoint", "read_state"]
+__all__ = ["Checkpointer", "check_fits", "checkpoint_size", "find_checkpoint", "read_state"]

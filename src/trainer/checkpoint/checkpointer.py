@@ -130,7 +130,7 @@ class Checkpointer:
         """
         self.wait()
         checked: list[Metadata] = []
-        self._agree(lambda: checked.append(_read_checked(path, tensors, ignore)))
+        self._agree(lambda: checked.append(check_fits(path, tensors, ignore)))
 
         def read() -> None:
             load_tensors(
@@ -250,7 +250,20 @@ def _merge(parts: Iterable[dict[str, int]]) -> dict[str, int]:
     return {name: size for part in parts for name, size in part.items()}
 
 
-def _read_checked(path: Path, tensors: Mapping[str, Tensor], ignore: tuple[str, ...]) -> Metadata:
+def check_fits(path: Path, tensors: Mapping[str, Tensor], ignore: tuple[str, ...] = ()) -> Metadata:
+    """See whether a checkpoint could be loaded, without reading tensors.
+
+    Args:
+        path: from `find_checkpoint`.
+        tensors: as in `Checkpointer.load`; they may lie on the meta device.
+        ignore: names with these beginnings may be in the checkpoint only.
+
+    Returns:
+        Where each of its tensors lies.
+
+    Raises:
+        RunError: it is damaged or not safe, or names, shapes or dtypes differ.
+    """
     try:
         read_manifest(path)
         metadata = read_metadata(path)

@@ -1,0 +1,92 @@
+"""What a resume cannot do shows before anything is started, and in a dry run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from configs.checkpoint import CheckpointConfig
+from configs.errors import ConfigError
+from configs.sft import SFTConfig
+from models.registry import build_model
+from trainer.checkpoint import Checkpointer
+from trainer.data.loader import RowLoader
+from trainer.parallel.mesh import one_rank_mesh
+from trainer.preflight import preflight, prepare
+
+_ARCH = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+_DATA = {"type": "fake", "seq_len": 8, "batch_size": 2}
+
+
+def _config(**values: Any) -> SFTConfig:
+    base = {"data": _DATA, "model": {"arch": _ARCH}, "max_steps": 10, "run": {"name": "one"}, "resume": {}}
+    return SFTConfig.model_validate(base | values)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    """A run with a checkpoint of step 6."""
+    run_dir = tmp_path_factory.mktemp("runs") / "one"
+    run_dir.mkdir()
+    inputs = prepare(_config())
+    model = build_model(inputs.model_config, seq_len=8, attn="sdpa", dtype=torch.float32)
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    loader = RowLoader(
+        inputs.source, batch_size=2, micro_batch_size=1, dp_rank=0, dp_size=1, num_workers=0, pin_memory=False
+    )
+    checkpointer = Checkpointer(run_dir, CheckpointConfig(async_save=False), one_rank_mesh(torch.device("cpu")))
+    checkpointer.save(6, tensors, {"progress": {"step": 6}, "data": loader.state_dict(6)})
+    return run_dir
+
+
+def _faults(config: SFTConfig, run_dir: Path) -> list[tuple[str, str]]:
+    with pytest.raises(ConfigError) as caught:
+        preflight(config, run_dir=run_dir, world_size=1, say=lambda text: None)
+    return [(fault.key, fault.message) for fault in caught.value.faults]
+
+
+def test_resume_that_fits(run_dir: Path) -> None:
+    said: list[str] = []
+    preflight(_config(), run_dir=run_dir, world_size=1, say=said.append)
+    assert said == [f"resume: from {run_dir}/checkpoints/step_6"]
+    preflight(_config(max_steps=6), run_dir=run_dir, world_size=1, say=said.append)
+
+
+def test_run_shorter_than_its_checkpoint(run_dir: Path) -> None:
+    path = run_dir / "checkpoints" / "step_6"
+    assert _faults(_config(max_steps=5), run_dir) == [("max_steps", f"the run has 5 steps, fewer than the 6 of {path}")]
+    data = _DATA | {"max_epochs": 1, "num_rows": 10}
+    keys = [key for key, _ in _faults(_config(max_steps=None, data=data, ckpt={"skip_dataloader": True}), run_dir)]
+    assert keys == ["data.max_epochs"]
+    preflight(_config(max_steps=5, ckpt={"skip_progress": True}), run_dir=run_dir, world_size=1, say=lambda text: None)
+
+
+def test_other_data(run_dir: Path) -> None:
+    other = _DATA | {"seed": 3}
+    message = "the data is not that of the checkpoint: seed was 0 and is 3. Start a new run instead"
+    assert _faults(_config(data=other), run_dir) == [("resume", message)]
+    skips = {"skip_dataloader": True}
+    preflight(_config(data=other, ckpt=skips), run_dir=run_dir, world_size=1, say=lambda text: None)
+
+
+def test_other_model(run_dir: Path) -> None:
+    [(key, message)] = _faults(_config(model={"arch": _ARCH | {"intermediate_size": 48}}), run_dir)
+    assert key == "resume"
+    assert "mlp.gate_proj.weight is (32, 16) float32, this run has (48, 16) float32" in message
+
+
+def test_schedule_that_starts_anew_must_fit_in_the_steps_left(run_dir: Path) -> None:
+    scheduler = {"type": "linear", "warmup_steps": 2, "decay_steps": 3}
+    preflight(_config(scheduler=scheduler), run_dir=run_dir, world_size=1, say=lambda text: None)
+    assert _faults(_config(scheduler=scheduler, ckpt={"skip_scheduler": True}), run_dir) == [
+        ("scheduler.decay_steps", "warmup_steps + decay_steps = 2 + 3 is longer than the run of 4 steps")
+    ]
