@@ -1,6 +1,7 @@
 """The training loop. Pretraining and fine-tuning, one GPU or many: this file."""
 
 import logging
+import math
 import os
 import time
 from dataclasses import asdict
@@ -90,6 +91,7 @@ class Trainer:
             pin_memory=pin_memory,
         )
         self.resumed_from: Path | None = None
+        self.resumed_metrics: Metrics = {}
         wandb_id = self._first_weights()
         self.monitors = None
         if mesh.rank == 0:
@@ -108,8 +110,11 @@ class Trainer:
         config, clock = self.config, self.reporter.clock
         step = first_step = self.state.progress.step
         if step == 0:
-            validates = config.val is not None and config.val.eval_on_start
+            val = config.val
+            validates = val is not None and (val.eval_on_start or (val.eval_on_end and self.plan.steps == 0))
             self._log(0, self._parameter_counts() | (self._validate() if validates else {}))
+        elif self.resumed_from is not None and self.resumed_from.resolve().is_relative_to(self.run_info.dir.resolve()):
+            self._make_up(step)
 
         step_start = clock.mark()
         while step < self.plan.steps and not self.stopping:
@@ -170,13 +175,31 @@ class Trainer:
         metrics = report.metrics
         if self._saves(step):
             start = time.perf_counter()
-            state = self.state.state_dict() | {"wandb_id": self.monitors.wandb_id if self.monitors else None}
+            state = self.state.state_dict() | {
+                "wandb_id": self.monitors.wandb_id if self.monitors else None,
+                # JSON has no NaN.
+                "metrics": {name: _finite_or_none(value) for name, value in metrics.items()},
+            }
             self.checkpointer.save(step, self.state.tensors(), state)
             metrics = metrics | {"time/save_ckpt": time.perf_counter() - start}
         if self._validates(step):
-            metrics = metrics | self._validate()
+            if self.stopping and self.config.ckpt is not None:
+                log.info("the validation of step %d is left to the resumed run", step)
+            else:
+                metrics = metrics | self._validate()
         self._log(step, metrics)
         return step
+
+    def _make_up(self, step: int) -> None:
+        """Record what the run had no time for after the checkpoint of `step`, when it was killed: the step's metrics
+        and its validation."""
+        recorded = agree(self.mesh, lambda: self.monitors.recorded if self.monitors else None)[0]
+        assert recorded is not None, "rank 0 has monitors"
+        metrics = {} if "loss/mean" in recorded else self.resumed_metrics
+        if self._validates(step) and "time/val" not in recorded:
+            metrics = metrics | self._validate()
+        if metrics:
+            self._log(step, metrics)
 
     def _saves(self, step: int) -> bool:
         if self.config.ckpt is None:
@@ -221,7 +244,8 @@ class Trainer:
         path = self._find_checkpoint(config.resume.dir or self.run_info.dir, step=config.resume.step)
         self.resumed_from = path
         saved = self._restore(path)
-        log.info("weights: from checkpoint %s; training goes on at step %d", path, self.state.progress.step + 1)
+        self.resumed_metrics = {name: math.nan if value is None else value for name, value in saved["metrics"].items()}
+        log.info("weights: from checkpoint %s, after step %d", path, self.state.progress.step)
         return saved["wandb_id"] if config.resume.dir is None else None
 
     def _find_checkpoint(self, run_dir: Path, *, step: int | None = None, at_most: int | None = None) -> Path:
@@ -304,3 +328,7 @@ class Trainer:
         """Write out the metrics that are pending."""
         if self.monitors is not None:
             self.monitors.close(exit_code)
+
+
+def _finite_or_none(value: float | int | str) -> float | int | str | None:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -32,6 +32,11 @@ class Monitors:
         """Id to keep in checkpoints, so that a resumed run goes on in the same wandb run. None without wandb."""
         return self._wandb.id if self._wandb is not None else None
 
+    @property
+    def recorded(self) -> frozenset[str]:
+        """Names of the metrics that metrics.jsonl has for the step that the run goes on from."""
+        return self._jsonl.recorded
+
     def log(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
         """Record the metrics of a step: 0 before the first step, N after the N-th.
 

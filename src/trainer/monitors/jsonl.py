@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from trainer.errors import RunError
 
@@ -24,6 +24,8 @@ class JsonlMonitor:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO | None = None
+        self.recorded: frozenset[str] = frozenset()
+        """Names of the metrics on record for the step of the last `cut_back`."""
 
     def log(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
         """Append {"step": step, ...metrics}."""
@@ -44,6 +46,7 @@ class JsonlMonitor:
             the last step that was recorded before the cut; None if none was.
         """
         self.close()
+        self.recorded = frozenset()
         if not self._path.exists():
             return None
         shorter = self._path.with_name(f"{self._path.name}.tmp")
@@ -51,12 +54,14 @@ class JsonlMonitor:
         try:
             with self._path.open("rb") as old, shorter.open("wb") as new:
                 for number, line in enumerate(old, start=1):
-                    recorded = _step_of(line)
-                    if recorded is None:
+                    record = _record(line)
+                    if record is None:
                         logger.warning("%s: line %d is no whole record, dropped", self._path, number)
                         continue
-                    last_step = recorded if last_step is None else max(last_step, recorded)
-                    if recorded <= step:
+                    last_step = record["step"] if last_step is None else max(last_step, record["step"])
+                    if record["step"] == step:
+                        self.recorded |= record.keys()
+                    if record["step"] <= step:
                         new.write(line)
                 new.flush()
                 os.fsync(new.fileno())
@@ -75,13 +80,12 @@ def _json_value(value: float | int | str) -> float | int | str | None:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _step_of(line: bytes) -> int | None:
-    """The step of a record; None if the line is torn."""
+def _record(line: bytes) -> dict[str, Any] | None:
+    """A record with its step; None if the line is torn."""
     if not line.endswith(b"\n"):
         return None
     try:
         record = json.loads(line)
     except ValueError:
         return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return step if isinstance(step, int) else None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
