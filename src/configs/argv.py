@@ -127,6 +127,11 @@ def _resolve(flag: str, root: type[BaseModel]) -> tuple[Key, Slot | None, bool]:
 def _nearest_flags(root: type[BaseModel], key: Key) -> list[str]:
     level = find_slot(root, key[:-1])
     siblings = {name for table in level.tables for name in slots(table)} if level is not None else set()
+    if len(key) > 1 and key[-1].startswith("no_"):
+        # Written inside the dotted name; "no" comes before all of it.
+        positive = (*key[:-1], key[-1].removeprefix("no_"))
+        if find_slot(root, positive) is not None:
+            return [f"--no-{_flag_of(dotted(positive))[2:]}"]
     if level is None and len(key) > 1:
         # The section is unknown: correct that first, then look for the name in it.
         sections = nearest_keys(root, key[:1], slots(root))

@@ -234,6 +234,10 @@ def test_contradicting_flags_are_refused(argv: list[str], expected: str):
             "optim (flag --no-optim): cannot be switched off: it is neither true or false nor an optional block",
         ),
         (["--no-such"], "no_such (flag --no-such): unknown flag"),
+        (
+            ["--data.no-shuffle"],
+            "data.no_shuffle (flag --data.no-shuffle): unknown flag; did you mean --no-data.shuffle?",
+        ),
         (["--run.name", "\udcff"], "argument '\\udcff' is not UTF-8 text"),
         (["--optim={"], None),
         (["--optim.betas=[1,"], None),
