@@ -7,8 +7,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+
+from trainer.data.digest import format_digest
+from trainer.data.loader import RowLoader
+from trainer.data.shards import TokenPool
+from trainer.data.tokens import TokensSource
 
 
 def wait_for(condition: Callable[[], bool], process, seconds: float = 120) -> None:
@@ -99,17 +105,79 @@ def test_diverged_run_goes_back_once_and_then_fails(runner):
     assert last["optim/skipped_steps"] == 6
 
 
-def test_ids_beyond_the_vocabulary_end_the_run_with_the_file(runner, tiny_shards):
+def copy_shards(source: Path, folder: Path) -> list[Path]:
+    """A copy that a test may change; gives its shards in order."""
+    for path in source.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return sorted(folder.glob("*.ds"))
+
+
+def test_ids_beyond_the_vocabulary_end_the_run_with_the_file(runner, tiny_shards, tmp_path):
     """Field case R47: caught on the CPU when the row is read, with shard and offset; exit 1, no traceback."""
-    config = runner.config("small_vocabulary")
-    done = runner.run(config, "--model.arch.vocab-size", "299", check=False)
-    assert done.returncode == 2 and "model.arch" in done.output and "Traceback" not in done.output
+    first = copy_shards(tiny_shards, tmp_path)[0]
+    tokens = np.fromfile(first, "<u2")
+    tokens[1000] = 384  # the model has as many embeddings
+    tokens.tofile(first)
+    options = ["--data.paths", tmp_path, "--no-data.shuffle", "--no-val"]
+    done = runner.run(runner.config("small_vocabulary"), *options, ranks=2, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.output
+    assert f"{first}: token 1000 has id 384, but the model has only 384 embeddings" in done.output
+    assert max(done.metrics) <= 2  # token 1000 is read in the third step of 384 tokens
+
+
+def test_rows_without_loss_are_passed_over(runner, tiny_shards, tmp_path):
+    """Field cases R15, R18, R94, on two ranks: the shards say that no token of three steps counts. Those steps change
+    nothing, the run goes back to its last checkpoint and leaves out exactly their rows."""
+    shards, tokens_per_step, bad = copy_shards(tiny_shards, tmp_path), 8 * 48, (6, 9)
+    start = 0
+    for path in shards:
+        size = path.stat().st_size // 2
+        counts = np.ones(size, np.uint8)
+        counts[max(bad[0] * tokens_per_step + 1 - start, 0) : max(bad[1] * tokens_per_step + 1 - start, 0)] = 0
+        counts.tofile(f"{path}.loss")
+        start += size
+    config = runner.config("no_loss", steps=12, interval=5)
+    options = ["--data.paths", tmp_path, "--no-data.shuffle", "--no-val", "--nan-guard.max-consecutive", "3"]
+    done = runner.run(config, *options, ranks=2)
+    assert "steps 7 to 9 were all skipped" in done.output and "back to step_5" in done.output
+    assert done.column("step") == list(range(1, 13))
+    source = TokensSource(
+        TokenPool([tmp_path]),
+        seq_len=48,
+        vocab_size=384,
+        seed=7,
+        shuffle=False,
+        document_masking=True,
+        tokenizer={},
+    )
+    loader = RowLoader(source, batch_size=8, micro_batch_size=8, dp_rank=0, dp_size=1, num_workers=0, pin_memory=False)
+    blocks = [*range(6), *range(9, 15)]
+    assert done.column("digest/rows") == [format_digest(loader.step(block).digest) for block in blocks]
+    assert done.column("optim/skipped_steps") == [0] * 5 + [3] * 7
+    assert done.column("loss/nan_count") == [0] * 12
+    assert done.column("progress/num_loss_tokens")[-1] == 12 * tokens_per_step
+    tensors = done.tensors(12)
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    assert {tensor.item() for name, tensor in tensors.items() if name.startswith("optimizer.step.")} == {12.0}
+
+
+def test_the_data_runs_out_on_all_ranks_at_once(runner, tiny_shards):
+    """Field case R54: what is left of the last pass fills no step; every rank ends after the same one and says so."""
+    config = runner.config("exhausted", interval=50)
+    options = ["--max-steps", "None", "--data.max-epochs", "1", "--data.batch-size", "16", "--no-val"]
+    done = runner.run(config, *options, ranks=2)
+    tokens = sum(path.stat().st_size // 2 for path in tiny_shards.glob("*.ds"))
+    steps, left = divmod(tokens // 48, 16)
+    assert steps > 1 and left
+    assert f"plan: {steps} steps of 16 rows" in done.output and f"epochs of {tokens // 48} rows" in done.output
+    assert done.column("step") == list(range(1, steps + 1))
+    logs = [(done.dir / "logs" / "latest" / f"rank_{rank}.log").read_text() for rank in (0, 1)]
+    assert all(f"done: {steps} steps" in text for text in logs)
 
 
 def test_missing_shard_index(runner, tiny_shards, tmp_path):
-    for path in tiny_shards.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    next(iter(sorted(tmp_path.glob("*.index")))).unlink()
+    first = copy_shards(tiny_shards, tmp_path)[0]
+    first.with_name(f"{first.name}.index").unlink()
     done = runner.run(runner.config("no_index"), "--data.paths", tmp_path, check=False)
     assert done.returncode == 2
     assert "data.paths" in done.output and ".ds.index" in done.output and "Traceback" not in done.output

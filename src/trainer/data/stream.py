@@ -81,7 +81,7 @@ class RowStream:
         if position < 0 or any(start >= stop for start, stop in skips):
             raise ConfigError.one("resume", "the checkpoint's data state is damaged (negative position or empty skip)")
         self._origin = (next_step, position)
-        self._skips = sorted((start, stop) for start, stop in skips + self._skips if start >= position)
+        self._skips = sorted((max(start, position), stop) for start, stop in skips + self._skips if stop > position)
         self._merge_neighbours()
 
 

@@ -182,3 +182,23 @@ def test_skips_are_part_of_the_state(workers: int) -> None:
     assert resumed.step(5).digest == loader.step(5).digest == plain.step(8).digest
     assert resumed.epochs(5) == 0.064
     loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_going_back_twice_to_one_checkpoint_keeps_both_skips(workers: int) -> None:
+    """The checkpoint's state knows of neither range; one that knows of the first adds nothing."""
+    source = FakeSource(seq_len=8, vocab_size=50, seed=0, num_rows=1000, length="fixed", input_ids="random")
+    plain, loader = _loader(source), _loader(source, workers=workers)
+    state = _state(loader, 4)
+    loader.step(5)
+    loader.load_state_dict(state, 4)
+    loader.skip(5, 6)
+    known = _state(loader, 5)
+    assert [loader.step(step).digest for step in (4, 5)] == [plain.step(step).digest for step in (4, 7)]
+    loader.load_state_dict(state, 4)
+    loader.skip(5, 5)
+    assert [loader.step(step).digest for step in (4, 5, 6)] == [plain.step(step).digest for step in (4, 8, 9)]
+    assert _state(loader, 4)["skips"] == [[40, 64]]
+    loader.load_state_dict(known, 5)
+    assert loader.step(5).digest == plain.step(8).digest
+    loader.close()

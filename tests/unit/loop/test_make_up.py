@@ -90,7 +90,6 @@ def test_killed_in_a_validation(tmp_path: Path, killed_at: int) -> None:
 
 def test_a_stop_leaves_the_validation_to_the_resumed_run(tmp_path: Path) -> None:
     stopped = make(tmp_path)
-    stopped.stopping = False
     rest = stopped._rest
 
     def stop_at_3(step: int) -> int:
@@ -111,3 +110,20 @@ def test_a_fork_makes_nothing_up(tmp_path: Path) -> None:
     (tmp_path / "one").rename(tmp_path / "other")
     run(make(tmp_path, resume={"dir": str(tmp_path / "other"), "step": 3}))
     assert steps(tmp_path) == [4, 5, 6]
+
+
+def test_a_stop_while_starting_takes_no_step(tmp_path: Path) -> None:
+    """Only a checkpoint is written, so that the run can be resumed like any other that was stopped."""
+    stopped = make(tmp_path)
+    stopped.run_info.stop._requested = True
+    run(stopped)
+    assert not (tmp_path / "one" / "metrics.jsonl").exists()
+
+    stopped = make(tmp_path, resume={})
+    stopped.run_info.stop._requested = True
+    run(stopped)
+    assert not (tmp_path / "one" / "metrics.jsonl").exists()
+
+    run(make(tmp_path, resume={}))
+    assert steps(tmp_path) == list(range(7))
+    assert "params/num_params" in records(tmp_path)[0]

@@ -315,6 +315,24 @@ def test_resume_skips_only_what_it_is_told_to(bench: Bench, saved: Ended) -> Non
     assert ended.column("digest/rows")[:4] == whole["digest/rows"][4:]
 
 
+def test_resume_with_another_schedule_goes_on_along_it(bench: Bench, saved: Ended) -> None:
+    """Field case R77: the rate is a function of the step alone, so that a new shape is taken up where the run is."""
+    scheduler = {"type": "linear", "warmup_steps": 2, "decay_steps": 4}
+    resume = {"step": 4, "dir": str(saved.trainer.run_info.dir)}
+    config = bench.config("other_schedule", max_steps=8, scheduler=scheduler, resume=resume)
+    ended = bench.run(bench.trainer(config))
+    assert ended.column("optim/lr") == [config.optim.lr * share for share in (0.75, 0.5, 0.25, 0.0)]
+
+
+def test_a_tied_checkpoint_does_not_fit_an_untied_model(bench: Bench, saved: Ended) -> None:
+    """Field case R70: a mismatch between config and checkpoint is an error that names the tensor."""
+    model = {"arch": ARCH | {"tie_word_embeddings": True}, "compute_dtype": "float32"}
+    resume = {"step": 4, "dir": str(saved.trainer.run_info.dir)}
+    config = bench.config("tied", max_steps=8, model=model, resume=resume)
+    with pytest.raises(RunError, match=r"in the checkpoint only: model\.lm_head\.weight"):
+        bench.trainer(config)
+
+
 def test_going_back_to_the_resumed_checkpoint_skips_the_same(bench: Bench) -> None:
     """`ckpt.skip_*` holds for the checkpoint that a run was resumed from, the second time it is loaded too."""
     bench.edit = mask_steps(1, 2)

@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 import torch
 
@@ -70,3 +72,26 @@ def test_matches_torch_adamw():
         plain.step()
         optimizer.step({"w": gradient * step}, 1e-2, YES)
     assert torch.allclose(masters["w"], reference.detach(), atol=1e-7)
+
+
+def test_many_steps_leave_nothing_behind():
+    """Field case R82: 500 fused steps: the number of live objects stays, and the weights are those of foreach."""
+    torch.manual_seed(0)
+    masters = {"w": torch.randn(5, 3), "b": torch.randn(3)}
+    gradients = [{name: torch.randn_like(master) for name, master in masters.items()} for _ in range(10)]
+    plain = [torch.nn.Parameter(master.clone()) for master in masters.values()]
+    groups = [{"params": [plain[0]], "weight_decay": 0.1}, {"params": [plain[1]], "weight_decay": 0.0}]
+    foreach = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, foreach=True)
+    optimizer = build(masters, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    counts = []
+    for step in range(500):
+        optimizer.step(gradients[step % 10], 1e-3, YES)
+        for parameter, gradient in zip(plain, gradients[step % 10].values(), strict=True):
+            parameter.grad = gradient
+        foreach.step()
+        if step in (50, 499):
+            gc.collect()
+            counts.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
+    assert counts[0] == counts[1]
+    for master, parameter in zip(masters.values(), plain, strict=True):
+        assert torch.allclose(master, parameter.detach(), rtol=0, atol=1e-6)
