@@ -109,13 +109,7 @@ class Trainer:
         """All steps from where the state stands."""
         config, clock = self.config, self.reporter.clock
         step = first_step = self.state.progress.step
-        if step == 0:
-            val = config.val
-            validates = val is not None and (val.eval_on_start or (val.eval_on_end and self.plan.steps == 0))
-            self._log(0, self._parameter_counts() | (self._validate() if validates else {}))
-        elif self.resumed_from is not None and self.resumed_from.resolve().is_relative_to(self.run_info.dir.resolve()):
-            self._make_up(step)
-
+        self._begin(step)
         step_start = clock.mark()
         while step < self.plan.steps and not self.stopping:
             batches = self.loader.step(step)
@@ -164,6 +158,19 @@ class Trainer:
                 step, step_start = self._rest(step), clock.mark()
         self._finish(step, first_step)
 
+    def _begin(self, step: int) -> None:
+        """What is recorded before the first step; or, when a stop was asked for meanwhile, a checkpoint only."""
+        self.stopping = any(agree(self.mesh, lambda: self.run_info.stop.requested))
+        if self.stopping:
+            if self.config.ckpt is not None and self.resumed_from is None:
+                self._save(step, {})
+        elif step == 0:
+            val = self.config.val
+            validates = val is not None and (val.eval_on_start or (val.eval_on_end and self.plan.steps == 0))
+            self._log(0, self._parameter_counts() | (self._validate() if validates else {}))
+        elif self.resumed_from is not None and self.resumed_from.resolve().is_relative_to(self.run_info.dir.resolve()):
+            self._make_up(step)
+
     def _rest(self, step: int) -> int:
         """Between two steps: read what is under way, then checkpoint, validation, one log call. Gives the next step."""
         report = self.reporter.read()
@@ -174,14 +181,7 @@ class Trainer:
             return self._go_back(report)
         metrics = report.metrics
         if self._saves(step):
-            start = time.perf_counter()
-            state = self.state.state_dict() | {
-                "wandb_id": self.monitors.wandb_id if self.monitors else None,
-                # JSON has no NaN.
-                "metrics": {name: _finite_or_none(value) for name, value in metrics.items()},
-            }
-            self.checkpointer.save(step, self.state.tensors(), state)
-            metrics = metrics | {"time/save_ckpt": time.perf_counter() - start}
+            metrics = metrics | self._save(step, metrics)
         if self._validates(step):
             if self.stopping and self.config.ckpt is not None:
                 log.info("the validation of step %d is left to the resumed run", step)
@@ -200,6 +200,17 @@ class Trainer:
             metrics = metrics | self._validate()
         if metrics:
             self._log(step, metrics)
+
+    def _save(self, step: int, metrics: Metrics) -> Metrics:
+        """Write the checkpoint of `step`; `metrics` are those of the step."""
+        start = time.perf_counter()
+        state = self.state.state_dict() | {
+            "wandb_id": self.monitors.wandb_id if self.monitors else None,
+            # JSON has no NaN.
+            "metrics": {name: _finite_or_none(value) for name, value in metrics.items()},
+        }
+        self.checkpointer.save(step, self.state.tensors(), state)
+        return {"time/save_ckpt": time.perf_counter() - start}
 
     def _saves(self, step: int) -> bool:
         if self.config.ckpt is None:
@@ -308,15 +319,14 @@ class Trainer:
 
     def _finish(self, step: int, first_step: int) -> None:
         self.checkpointer.wait()
-        if step == first_step:
-            log.info("nothing to do: the run has its %d steps already", step)
-        elif step < self.plan.steps:
-            kept = (
-                f"checkpoint at step {step} is written; go on with [resume]" if self.config.ckpt else "no [ckpt]: lost"
-            )
-            log.info("stopped on request after step %d of %d: %s", step, self.plan.steps, kept)
+        if step == self.plan.steps:
+            log.info("done: %d steps" if step > first_step else "nothing to do: the run has its %d steps already", step)
+            return
+        if self.config.ckpt is not None:
+            kept = f"checkpoint at step {step} is written; go on with [resume]"
         else:
-            log.info("done: %d steps", step)
+            kept = "no [ckpt]: lost" if step > first_step else "nothing is lost"
+        log.info("stopped on request after step %d of %d: %s", step, self.plan.steps, kept)
 
     def close(self) -> None:
         """End all threads."""
