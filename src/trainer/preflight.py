@@ -26,6 +26,7 @@ from trainer.data.row import RowSource
 from trainer.errors import RunError
 from trainer.model_setup import DTYPES, choose_attention
 from trainer.parallel.mesh import one_rank_mesh
+from trainer.state import STATE_KEYS
 from trainer.tokenizer import load_tokenizer
 from trainer.validation import build_validation
 
@@ -208,6 +209,10 @@ def _resume_faults(config: SFTConfig, path: Path, *, plan: Plan, model: CausalLM
     """Why the run cannot go on from the whole checkpoint at `path`."""
     skips = config.ckpt or CheckpointConfig()
     state = read_state(path)
+    missing = [key for key in STATE_KEYS if key not in state]
+    if missing:
+        yield Fault(key="resume", message=f"the state.json of {path} is of another version: it lacks {missing}")
+        return
     try:
         # The optimizer's moments have the shapes of these; under FSDP only the workers know which there are.
         check_fits(path, {f"model.{name}": tensor for name, tensor in model.named_parameters()}, ("optimizer.",))

@@ -13,6 +13,9 @@ from trainer.nan_guard import NanGuard, SpikeMeter
 from trainer.optim.adamw import AdamW
 from trainer.parallel.data_parallel import GradSync
 
+STATE_KEYS = ("progress", "data", "guard", "spikes", "hooks", "wandb_id", "metrics")
+"""What the state of a checkpoint holds."""
+
 
 @dataclass
 class Progress:

@@ -1,6 +1,7 @@
 """Ranks fail together: what goes wrong on one is raised on all, instead of leaving the others in a collective."""
 
 from collections.abc import Callable
+from pickle import UnpicklingError
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -54,6 +55,9 @@ def describe(error: BaseException) -> str:
         return "; ".join(dict.fromkeys(describe(failure) for failure, _ in error.failures.values()))
     if isinstance(error, RunError):
         return str(error)
+    if isinstance(error, UnpicklingError):
+        # torch's own text advises to load with weights_only=False, which would run what the file says.
+        return "a file of tensors is damaged, or holds something else than tensors"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     first_line = str(error).partition("\n")[0]

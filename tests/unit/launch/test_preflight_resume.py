@@ -1,5 +1,7 @@
 """What a resume cannot do shows before anything is started, and in a dry run."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from trainer.checkpoint import Checkpointer
 from trainer.data.loader import RowLoader
 from trainer.parallel.mesh import one_rank_mesh
 from trainer.preflight import preflight, prepare
+from trainer.state import STATE_KEYS
 
 _ARCH = {
     "model_type": "llama",
@@ -44,7 +47,8 @@ def run_dir(tmp_path_factory) -> Path:
         inputs.source, batch_size=2, micro_batch_size=1, dp_rank=0, dp_size=1, num_workers=0, pin_memory=False
     )
     checkpointer = Checkpointer(run_dir, CheckpointConfig(async_save=False), one_rank_mesh(torch.device("cpu")))
-    checkpointer.save(6, tensors, {"progress": {"step": 6}, "data": loader.state_dict(6)})
+    state = dict.fromkeys(STATE_KEYS) | {"progress": {"step": 6}, "data": loader.state_dict(6)}
+    checkpointer.save(6, tensors, state)
     return run_dir
 
 
@@ -90,3 +94,13 @@ def test_schedule_that_starts_anew_must_fit_in_the_steps_left(run_dir: Path) -> 
     assert _faults(_config(scheduler=scheduler, ckpt={"skip_scheduler": True}), run_dir) == [
         ("scheduler.decay_steps", "warmup_steps + decay_steps = 2 + 3 is longer than the run of 4 steps")
     ]
+
+
+def test_state_of_another_version(run_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_dir, tmp_path / "one")
+    path = tmp_path / "one" / "checkpoints" / "step_6"
+    manifest = json.loads((path / "state.json").read_text())
+    del manifest["state"]["data"]
+    (path / "state.json").write_text(json.dumps(manifest))
+    message = f"the state.json of {path} is of another version: it lacks ['data']"
+    assert _faults(_config(), tmp_path / "one") == [("resume", message)]
