@@ -68,9 +68,12 @@ def _record(error: BaseException, stream: TextIO, path: Path) -> None:
     elif isinstance(error, RunError):
         report["kind"], report["message"] = "run", str(error)
     new = path.with_suffix(".new")
-    new.write_text(json.dumps(report))
-    new.rename(path)
-    stream.write(report["text"])
+    try:
+        new.write_text(json.dumps(report))
+        new.rename(path)
+        stream.write(report["text"])
+    except OSError:  # a full disk, say, which may be the very failure: then the console is all there is
+        print(report.get("message", report["text"]), file=sys.stderr)
     for flush in (stream.flush, sys.stdout.flush, sys.stderr.flush, logging.shutdown):
         try:
             flush()

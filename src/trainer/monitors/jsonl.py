@@ -10,6 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -37,6 +38,7 @@ class JsonlMonitor:
             self._file.write(line)
             self._file.flush()
         except OSError as error:
+            self._abandon()
             raise RunError(f"cannot write {self._path}: {error.strerror}") from error
 
     def cut_back(self, step: int) -> int | None:
@@ -69,6 +71,13 @@ class JsonlMonitor:
         except OSError as error:
             raise RunError(f"cannot cut {self._path} back to step {step}: {error.strerror}") from error
         return last_step
+
+    def _abandon(self) -> None:
+        """Close the file without what is still in its buffer, which would fail again and hide the first error."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
 
     def close(self) -> None:
         if self._file is not None:

@@ -85,3 +85,11 @@ def test_a_file_that_cannot_be_written_ends_the_run_with_its_name(tmp_path: Path
     path.mkdir()
     with pytest.raises(RunError, match=r"cannot write .*metrics\.jsonl: Is a directory"):
         JsonlMonitor(path).log(1, {"a": 1.0})
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_the_error_and_closing_does_not_hide_it() -> None:
+    monitor = JsonlMonitor(Path("/dev/full"))
+    with pytest.raises(RunError, match="cannot write /dev/full: No space left on device"):
+        monitor.log(1, {"a": 1.0})
+    monitor.close()
