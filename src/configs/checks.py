@@ -71,14 +71,17 @@ def check_schedule(scheduler: SchedulerConfig, *, lr: float, total_steps: int | 
     return faults
 
 
-def check_resume(resume: ResumeConfig | None, run: RunConfig, *, clean: bool, max_steps: int | None) -> list[Fault]:
+def check_resume(
+    resume: ResumeConfig | None, run: RunConfig, *, clean: bool, max_steps: int | None, counts_on: bool
+) -> list[Fault]:
     """What is resumed can be found, and is not deleted first.
 
     Args:
         resume: `[resume]`.
         run: `[run]`.
         clean: whether the run directory is emptied first.
-        max_steps: steps of the run, None where the checkpoint's step says nothing about them.
+        max_steps: steps of the run, None while only the data bounds them.
+        counts_on: the step counter goes on from the checkpoint's.
     """
     if resume is None:
         return []
@@ -88,9 +91,12 @@ def check_resume(resume: ResumeConfig | None, run: RunConfig, *, clean: bool, ma
     if resume.dir is None and run.name is None:
         message = "is missing: the name of the run to go on with; or give resume.dir to fork another"
         faults.append(Fault(key="run.name", message=message))
+    if resume.dir is None and not counts_on:
+        message = "would mix the steps counted anew with this run's checkpoints of old; fork it: give resume.dir"
+        faults.append(Fault(key="ckpt.skip_progress", message=message))
     if resume.dir is not None:
         faults += _check_folder("resume.dir", resume.dir)
-    if resume.step is not None and max_steps is not None and resume.step > max_steps:
+    if counts_on and resume.step is not None and max_steps is not None and resume.step > max_steps:
         faults.append(Fault(key="resume.step", message=f"{resume.step} is past the end, max_steps = {max_steps}"))
     return faults
 

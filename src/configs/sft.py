@@ -92,6 +92,6 @@ class SFTConfig(BaseConfig):
             *check_weights(self.model, resuming=self.resume is not None),
             *check_batch(self.data, self.deployment),
             *check_schedule(self.scheduler, lr=self.optim.lr, total_steps=self.max_steps),
-            *check_resume(self.resume, self.run, clean=self.clean, max_steps=self.max_steps if counts_on else None),
+            *check_resume(self.resume, self.run, clean=self.clean, max_steps=self.max_steps, counts_on=counts_on),
             *check_folders(self.data, self.val),
         ]

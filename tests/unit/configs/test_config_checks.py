@@ -169,6 +169,9 @@ class TestResume:
         assert sft(**flags, resume__step="10").resume is not None
         assert sft(**flags, resume__step="11", ckpt__skip_progress="true").resume is not None
 
+    def test_steps_counted_anew_need_a_run_dir_of_their_own(self):
+        assert list(faults(resume="{}", run__name="a", ckpt__skip_progress="true")) == ["ckpt.skip_progress"]
+
 
 def test_kept_checkpoints_exist():
     assert faults(ckpt__interval="10", ckpt__keep_interval="25") == {
