@@ -68,3 +68,9 @@ def test_clipping_scales_down_only():
     zero = {"a": torch.zeros(3)}
     clip_gradients(zero, norms_of(zero).total, 1.0)
     assert zero["a"].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_norm_of_many_small_elements_is_exact():
+    """An fp32 sum of squares, one by one, is off by 2e-4 here."""
+    gradient = torch.randn(10_000_000, generator=torch.Generator().manual_seed(0)) * 1e-3
+    assert norms_of({"w": gradient}).total.item() == pytest.approx(gradient.double().norm().item(), rel=1e-9)
