@@ -80,6 +80,11 @@ class SFTConfig(BaseConfig):
     dry_run: bool = False
     """Resolve, check and write the config, print what would run, start nothing."""
 
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row that the model will see, in training or validation."""
+        return max([self.data.seq_len, *(self.val.seq_lens if self.val is not None else [])])
+
     def run_faults(self) -> list[Fault]:
         faults = []
         if self.max_steps is None and self.data.max_epochs is None:

@@ -197,10 +197,10 @@ def _build_on_meta(config: SFTConfig, model_config: PretrainedConfig) -> CausalL
     """The model without memory: what an architecture asks for and we lack shows here, not on every worker."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     attn = choose_attention(config.model.attn, device, DTYPES[config.model.resolved_compute_dtype])
-    seq_len = max(config.data.seq_len, *(config.val.seq_lens if config.val else (0,)))
     try:
         with torch.device("meta"):
-            return build_model(model_config, seq_len=seq_len, attn=attn, dtype=DTYPES[config.model.optimization_dtype])
+            dtype = DTYPES[config.model.optimization_dtype]
+            return build_model(model_config, seq_len=config.longest_row, attn=attn, dtype=dtype)
     except ArchError as error:
         raise _arch_fault(error) from error
 

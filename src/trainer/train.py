@@ -66,8 +66,9 @@ class Trainer:
         self.mesh = mesh = build_mesh(config.deployment.timeout_seconds)
         inputs = prepare(config)
         self.plan = plan_run(config, inputs.source, mesh.world_size)
-        seq_len = max(config.data.seq_len, *(config.val.seq_lens if config.val else (0,)))
-        self.model, self.grad_sync = build_parallel_model(config.model, inputs.model_config, seq_len=seq_len, mesh=mesh)
+        self.model, self.grad_sync = build_parallel_model(
+            config.model, inputs.model_config, seq_len=config.longest_row, mesh=mesh
+        )
         num_dims = {name: parameter.dim() for name, parameter in self.model.named_parameters()}
         self.optimizer = build_optimizer(config.optim, self.grad_sync.masters, num_dims)
         pin_memory = mesh.device.type == "cuda"

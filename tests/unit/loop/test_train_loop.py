@@ -353,3 +353,28 @@ def test_going_back_to_the_resumed_checkpoint_skips_the_same(bench: Bench) -> No
     rates = ended.column("optim/lr")[4:]
     assert rates[0] == rates[1] / 2 and rates[-1] == 0.0
     assert {count.item() for count in ended.trainer.optimizer.step_counts().values()} == {4.0}
+
+
+def test_utilisation_counts_matrices_and_the_attention_really_done(bench: Bench, monkeypatch) -> None:
+    """Field case R109, through the loop: head in, look-up out, pairs inside documents only."""
+    monkeypatch.setattr("trainer.report.peak_flops", lambda device: 1e9)
+    config = bench.config("utilised", max_steps=2)
+    ended = bench.run(bench.trainer(config))
+    loader = RowLoader(
+        bench.source(config),
+        batch_size=4,
+        micro_batch_size=1,
+        dp_rank=0,
+        dp_size=1,
+        num_workers=0,
+        pin_memory=False,
+    )
+    tokens, width, head_width = 4 * 12, 16, 2 * 8
+    matrices = 4 * width * head_width + 3 * width * 24 + 67 * width
+    for step, record in enumerate(ended.records):
+        pairs = sum(batch.attention_pairs for batch in loader.step(step).micro_batches)
+        assert 0 < pairs < 4 * 12 * 13 // 2
+        flops = 6 * matrices * tokens + 12 * head_width * pairs
+        assert record["perf/mfu"] == pytest.approx(100 * flops / record["time/step"] / 1e9)
+        with_norms = matrices + 3 * width
+        assert record["perf/mfu_6dn"] == pytest.approx(100 * 6 * with_norms * tokens / record["time/step"] / 1e9)
