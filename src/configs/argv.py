@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel
-
+from configs.base import BaseConfig
 from configs.errors import Fault
 from configs.files import ReadError, is_utf8
 from configs.nearest import did_you_mean, nearest_keys
@@ -46,9 +45,10 @@ def wants_help(argv: Sequence[str]) -> bool:
     return any(argument in ("--help", "-h") for argument in argv)
 
 
-def parse_argv(argv: Sequence[str], root: type[BaseModel]) -> Arguments:
+def parse_argv(argv: Sequence[str], root: type[BaseConfig]) -> Arguments:
     """The files and flags of `argv`; what cannot be understood becomes a fault each."""
     out = Arguments()
+    bare: list[str] = []
     pending = list(argv)
     while pending:
         argument = pending.pop(0)
@@ -60,11 +60,29 @@ def parse_argv(argv: Sequence[str], root: type[BaseModel]) -> Arguments:
             _take_flag(argument, pending, root, out)
         elif argument.startswith("-"):
             out.faults.append(Fault(key="", message=f"unknown option {argument!r}: flags start with -- and a name"))
+        elif root.positional is not None:
+            bare.append(argument)
         else:
             hint = f"; for a file write @ {argument}" if argument.lower().endswith((".toml", ".json")) else ""
             message = f"stray argument {argument!r}: values follow a flag, files an @{hint}"
             out.faults.append(Fault(key="", message=message))
+    if bare and root.positional is not None:
+        _take_bare(bare, root, root.positional, out)
     return out
+
+
+def _take_bare(texts: list[str], root: type[BaseConfig], name: str, out: Arguments) -> None:
+    """Arguments without a flag are the values of the field that the command names for them."""
+    slot = slots(root)[name]
+    if len(texts) > 1 and not slot.is_list:
+        message = f"stray argument {texts[1]!r}: {texts[0]!r} is the one {name.replace('_', ' ')} already"
+        out.faults.append(Fault(key="", message=message))
+        return
+    flag = _flag_of(name)
+    try:
+        out.flags.append(FlagArgument(key=(name,), value=parse_flag(slot, texts), flag=flag))
+    except ReadError as error:
+        out.faults.append(Fault(key=name, message=str(error), origin=f"flag {flag}"))
 
 
 def _is_value(argument: str) -> bool:
@@ -84,7 +102,7 @@ def _take_file(argument: str, pending: list[str], key: Key, out: Arguments) -> N
     out.files.append(FileArgument(path=path, key=key))
 
 
-def _take_flag(argument: str, pending: list[str], root: type[BaseModel], out: Arguments) -> None:
+def _take_flag(argument: str, pending: list[str], root: type[BaseConfig], out: Arguments) -> None:
     flag, equals, text = argument.partition("=")
     origin = f"flag {flag}"
     key, slot, negated = _resolve(flag, root)
@@ -113,7 +131,7 @@ def _take_flag(argument: str, pending: list[str], root: type[BaseModel], out: Ar
             fault(str(error))
 
 
-def _resolve(flag: str, root: type[BaseModel]) -> tuple[Key, Slot | None, bool]:
+def _resolve(flag: str, root: type[BaseConfig]) -> tuple[Key, Slot | None, bool]:
     """Key and slot of a flag, and whether it is the `--no-` form. The slot is None for an unknown one."""
     key = tuple(part.replace("-", "_") for part in flag[2:].split("."))
     slot = find_slot(root, key)
@@ -124,7 +142,7 @@ def _resolve(flag: str, root: type[BaseModel]) -> tuple[Key, Slot | None, bool]:
     return key, slot, False
 
 
-def _nearest_flags(root: type[BaseModel], key: Key) -> list[str]:
+def _nearest_flags(root: type[BaseConfig], key: Key) -> list[str]:
     level = find_slot(root, key[:-1])
     siblings = {name for table in level.tables for name in slots(table)} if level is not None else set()
     if len(key) > 1 and key[-1].startswith("no_"):

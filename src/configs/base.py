@@ -1,6 +1,6 @@
 """What every config table shares: strict keys, field docs, `"None"` for null (TOML has none), faults with keys."""
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
@@ -23,6 +23,9 @@ class BaseConfig(BaseModel):
         # model.arch may hold infinity; as null it would not read back as the same config.
         ser_json_inf_nan="constants",
     )
+
+    positional: ClassVar[str | None] = None
+    """Field of a root that arguments without a flag go to: `compare-runs A B` is `compare-runs --runs A B`."""
 
     def table_faults(self) -> list[Fault]:
         """What is wrong between the fields of this table; keys relative to it. Holds however a config is built."""

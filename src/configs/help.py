@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from configs.base import BaseConfig
 from configs.schema import TAG, Key, Slot, all_keys, dotted, slots, table_tags
 from configs.values import describe
 
@@ -20,7 +21,7 @@ PLAIN_WIDTH = 110
 """Columns where the output is no terminal and COLUMNS is not set."""
 
 
-def print_help(root: type[BaseModel], prog: str) -> None:
+def print_help(root: type[BaseConfig], prog: str) -> None:
     """Print the help of a config class to stdout; colours only on a terminal, and not with NO_COLOR."""
     is_terminal = sys.stdout.isatty()
     colours = is_terminal and not os.environ.get("NO_COLOR")
@@ -37,10 +38,11 @@ def print_help(root: type[BaseModel], prog: str) -> None:
         console.print(_panel(title, doc, table, above, flag_width))
 
 
-def _usage(root: type[BaseModel], prog: str) -> Text:
+def _usage(root: type[BaseConfig], prog: str) -> Text:
     text = Text()
     text.append("Usage: ", style="bold")
-    text.append(f"{prog} [@ file.toml ...] [--key value ...]\n\n")
+    bare = f" {_positional(root)}" if root.positional is not None else ""
+    text.append(f"{prog}{bare} [@ file.toml ...] [--key value ...]\n\n")
     text.append(f"{(root.__doc__ or '').strip()} Defaults < files from left to right < flags.\n\n")
     for form, meaning in (
         ("@ a.toml @ b.toml", "lay files on top of each other; tables merge, lists and values replace"),
@@ -55,7 +57,14 @@ def _usage(root: type[BaseModel], prog: str) -> Text:
     return text
 
 
-def _sections(root: type[BaseModel]) -> Iterator[tuple[str, str, type[BaseModel], Key]]:
+def _positional(root: type[BaseConfig]) -> str:
+    """How the arguments without a flag are shown: RUNS ..., or CHECKPOINT for one alone."""
+    assert root.positional is not None
+    name = root.positional.upper()
+    return f"{name} ..." if slots(root)[root.positional].is_list else name
+
+
+def _sections(root: type[BaseConfig]) -> Iterator[tuple[str, str, type[BaseModel], Key]]:
     """(title, doc, table, key) of every panel: the root, then each table, one panel per variant of a union."""
     yield "top level", "", root, ()
     pending = _tables_below(root, ())

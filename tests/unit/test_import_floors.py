@@ -20,7 +20,8 @@ MAX_FUNCTION_LINES = 80
 # A new room needs a place here.
 FLOORS: tuple[tuple[str, ...], ...] = (
     # commands and processes
-    ("trainer.sft",),
+    ("trainer.sft", "trainer.tokenize", "trainer.inspect", "trainer.export", "trainer.reports"),
+    ("trainer.command",),
     ("trainer.launch", "trainer.worker"),
     ("trainer.elastic",),
     # the loop
@@ -30,6 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainer.state", "trainer.model_setup"),
     # the parts of a step
     ("trainer.validation", "trainer.optim", "trainer.checkpoint", "trainer.micro_batch", "trainer.metrics"),
+    ("trainer.weights",),
     ("trainer.hooks", "trainer.nan_guard"),
     # ranks
     ("trainer.parallel",),

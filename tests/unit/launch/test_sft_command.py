@@ -10,9 +10,10 @@ import pytest
 
 from configs.errors import ConfigError
 from configs.sft import SFTConfig
+from trainer.command import find_intruder
 from trainer.errors import RunError
 from trainer.launch import KilledError, WorkerError
-from trainer.sft import find_intruder, run_sft
+from trainer.sft import run_sft
 
 _TOML = """
 max_steps = 5

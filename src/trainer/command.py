@@ -1,0 +1,74 @@
+"""What every command does around its work: check the packages, resolve the config, name faults, give the exit code."""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from configs.base import BaseConfig
+
+C = TypeVar("C", bound="BaseConfig")
+
+_PACKAGES = ("configs", "models", "trainer")
+
+
+def run_command(prog: str, config_class: Callable[[], type[C]], start: Callable[[C], int], argv: Sequence[str]) -> int:
+    """Resolve the command line and do the command's work.
+
+    Args:
+        prog: name of the command, for `--help`.
+        config_class: imports and gives its config class; not before the packages are known to be ours.
+        start: the work, given the config; returns the exit code. It imports what takes long itself, so that `--help`
+            and every fault of the config answer at once.
+        argv: the command line without the command.
+
+    Returns:
+        exit code: that of `start`; 1 for a RunError, 2 for a ConfigError, 130 after Ctrl-C.
+    """
+    intruder = find_intruder(Path(__file__).resolve().parents[1])
+    if intruder is not None:
+        return fail(intruder, 2)
+    from configs.cli import render_error, resolve
+    from configs.errors import ConfigError
+    from trainer.errors import RunError
+
+    origins: dict[str, str] = {}
+    try:
+        resolved = resolve(argv, config_class(), prog)
+        origins = resolved.origins
+        for note in resolved.notes:
+            say(note)
+        return start(resolved.config)
+    except ConfigError as error:
+        return fail(render_error(error, origins), 2)
+    except RunError as error:
+        return fail(str(error), 1)
+    except KeyboardInterrupt:
+        return fail("interrupted", 130)
+
+
+def find_intruder(home: Path) -> str | None:
+    """What is wrong if one of our packages is found elsewhere than below `home`: their names are common words."""
+    for name in _PACKAGES:
+        spec = find_spec(name)
+        places = list(spec.submodule_search_locations or [spec.origin]) if spec is not None else []
+        if [Path(place).resolve() for place in places if place] != [home / name]:
+            found = ", ".join(map(str, places)) or "nowhere"
+            return (
+                f"the package {name!r} is found at {found}, not at {home / name}: another one of that name comes "
+                "first on the import path (PYTHONPATH, or an installed package); take it away and start again"
+            )
+    return None
+
+
+def say(text: str) -> None:
+    """A line on stdout, at once: workers write to the same console."""
+    print(text, flush=True)
+
+
+def fail(text: str, code: int) -> int:
+    """A line on stderr; gives the exit code back."""
+    print(text, file=sys.stderr, flush=True)
+    return code
