@@ -44,3 +44,6 @@ class LogConfig(BaseConfig):
 
     interval: int = Field(default=1, ge=1)
     """Print a console line every interval-th step; metrics.jsonl and wandb get every step."""
+
+    checksum_interval: int | None = Field(default=None, ge=1)
+    """Every interval-th step record a checksum of the parameters, `digest/params`, for `compare-runs`."""

@@ -14,9 +14,10 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from models.base import InitRule
+from models.shards import local_range
 
 BLOCK_ELEMENTS = 65_536
 
@@ -39,7 +40,7 @@ def init_weights(parameters: dict[str, Tensor], *, std: float, seed: int, rules:
     """
     with ThreadPoolExecutor(os.cpu_count()) as threads, torch.no_grad():
         for name, parameter in parameters.items():
-            start, stop = _local_range(name, parameter)
+            start, stop = local_range(name, parameter)
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             if name not in rules and parameter.dim() < 2:
                 local.zero_()
@@ -73,22 +74,3 @@ def _fill_block(
 def _generator(seed: int, name: str, block: int) -> np.random.Generator:
     key = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
-
-
-def _local_range(name: str, parameter: Tensor) -> tuple[int, int]:
-    """Range of row-major elements that this rank holds."""
-    if not isinstance(parameter, DTensor):
-        return 0, parameter.numel()
-    coordinate = parameter.device_mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError(f"this rank is not in the mesh of {name}")
-    start, stop = 0, parameter.size(0) if parameter.dim() else 1
-    for placement, index, size in zip(parameter.placements, coordinate, parameter.device_mesh.shape, strict=True):
-        if isinstance(placement, Replicate):
-            continue
-        if type(placement) is not Shard or placement.dim != 0:
-            raise ValueError(f"{name} is placed as {placement}; weights are drawn for shards of dimension 0 only")
-        rows_per_rank = -(-(stop - start) // size)  # the first ranks get full shards, the last ones less or nothing
-        start, stop = min(start + index * rows_per_rank, stop), min(start + (index + 1) * rows_per_rank, stop)
-    row = parameter.numel() // max(parameter.size(0), 1) if parameter.dim() else 1
-    return start * row, stop * row

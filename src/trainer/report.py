@@ -10,6 +10,7 @@ from trainer.data.loader import StepBatches
 from trainer.metrics import DeviceClock, Mark, MetricsAccumulator, PendingMetrics
 from trainer.micro_batch import StepResult
 from trainer.optim.gradients import GradientNorms
+from trainer.parallel.checksum import parameter_checksum
 from trainer.parallel.mesh import Mesh
 from trainer.perf import mfu, peak_flops, peak_memory_bytes
 from trainer.state import TrainState
@@ -53,13 +54,18 @@ class _Pending:
 class StepReporter:
     """Collects the statistics of each step and hands out its report one step later."""
 
-    def __init__(self, model: CausalLM, state: TrainState, mesh: Mesh) -> None:
+    def __init__(self, model: CausalLM, state: TrainState, mesh: Mesh, *, checksum_interval: int | None) -> None:
+        """
+        Args:
+            checksum_interval: every so many steps the parameters' checksum is reported too.
+        """
         # FLOPs are linear in both, and counting parameters takes over a millisecond: once, not in every step.
         self._flops_per_token = model.flops(num_tokens=1, attention_pairs=0)
         self._flops_per_pair = model.flops(num_tokens=0, attention_pairs=1)
         self._flops_6dn_per_token = model.flops_6dn(num_tokens=1)
         self._state = state
         self._mesh = mesh
+        self._checksum_interval = checksum_interval
         self._peak_flops = peak_flops(mesh.device)
         self._pending: _Pending | None = None
         self.clock = DeviceClock(mesh.device)
@@ -89,6 +95,10 @@ class StepReporter:
         stats.add_sum("wait_seconds", batches.wait_seconds)
         stats.add_sum("digest_low", batches.digest[0])
         stats.add_sum("digest_high", batches.digest[1])
+        if self._checksum_interval is not None and (step + 1) % self._checksum_interval == 0:
+            low, high = parameter_checksum(self._state.model_tensors())
+            stats.add_sum("checksum_low", low)
+            stats.add_sum("checksum_high", high)
         stats.add_max("wait_seconds_max", batches.wait_seconds)
         stats.add_max("peak_memory", peak_memory_bytes(self._mesh.device))
         stats.add_max("stop", stop_requested)
@@ -155,6 +165,8 @@ class StepReporter:
             "time/data/mean": values["wait_seconds"] / world_size,
             "digest/rows": format_digest((int(values["digest_low"]), int(values["digest_high"]))),
         }
+        if "checksum_low" in values:
+            metrics["digest/params"] = format_digest((int(values["checksum_low"]), int(values["checksum_high"])))
         if self._peak_flops is not None:
             flops = self._flops_per_token * real_tokens + self._flops_per_pair * values["attention_pairs"]
             metrics["perf/mfu"] = mfu(flops, seconds, world_size, self._peak_flops)

@@ -101,7 +101,7 @@ class Trainer:
             )
             for note in self.validation.notes if self.validation else []:
                 self.monitors.say(note)
-        self.reporter = StepReporter(self.model, self.state, mesh)
+        self.reporter = StepReporter(self.model, self.state, mesh, checksum_interval=config.log.checksum_interval)
         self.stopping = False
         if config.ckpt is not None:
             self.checkpointer.check_space(checkpoint_size(self.state.tensors(), mesh.world_size))

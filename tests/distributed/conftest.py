@@ -60,6 +60,9 @@ warmup_steps = 3
 decay_steps = 0.5
 min_lr = 1e-3
 
+[log]
+checksum_interval = 5
+
 [ckpt]
 interval = {interval}
 

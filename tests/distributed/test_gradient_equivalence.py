@@ -101,7 +101,8 @@ def test_several_ranks(world_size, reference, tmp_path):
     """Field cases R12, R13, R81: ranks times micro-batches times deferral times activation checkpointing.
 
     R15, R18: rows without loss, on one of two ranks or in a whole micro-batch, leave the gradients of the others; a
-    step without any loss token leaves every bit of the first weights, which are those of one rank. R70: a tied head
+    step without any loss token leaves every bit of the first weights, which are those of one rank, and so their
+    checksum. R70: a tied head
     stays one parameter through sharding, loading and steps. With four ranks some hold no row of the q/k norms: their
     optimizer has empty tensors.
     """

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainer.parallel.checksum import parameter_checksum
+
 
 def assert_bit_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert a.keys() == b.keys()
@@ -31,6 +33,10 @@ def test_reference_learns_and_reports(reference):
     assert last["progress/num_samples"] == 160 and last["progress/num_padding_tokens"] == 0
     assert last["optim/lr"] == 1e-3 and reference.metrics[1]["optim/lr"] == pytest.approx(1e-2 / 3)
     assert reference.metrics[0]["params/num_params"] > 0
+    weights = {name: value for name, value in reference.tensors(20).items() if name.startswith("model.")}
+    low, high = parameter_checksum(weights)
+    assert last["digest/params"] == f"{int(high):08x}{int(low):08x}"
+    assert [step for step, record in reference.metrics.items() if "digest/params" in record] == [5, 10, 15, 20]
     assert all(f"val/held/{name}@{length}" in last for name in ("loss", "perplexity", "bpb") for length in (32, 64))
 
 
@@ -39,7 +45,9 @@ def test_resume_is_bit_equal(runner, reference):
     config = runner.config("resumed")
     resumed = runner.run(config, "--resume.dir", reference.dir, "--resume.step", "10", "--data.num-workers", "0")
     assert sorted(resumed.metrics) == list(range(11, 21))
-    for name in ("loss/mean", "optim/grad_norm", "optim/lr", "digest/rows", "progress/num_tokens", "val/held/bpb@64"):
+    exact = ("loss/mean", "optim/grad_norm", "optim/lr", "progress/num_tokens", "val/held/bpb@64")
+    for name in (*exact, "digest/rows", "digest/params"):
+        assert resumed.column(name)
         assert resumed.column(name) == reference.column(name)[-len(resumed.column(name)) :]
     assert_bit_equal(resumed.tensors(20), reference.tensors(20))
 

@@ -41,9 +41,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     # networks
     ("models.registry", "models.init"),
     ("models.dense",),
-    ("models.base",),
+    ("models.base", "models.hf_config"),
     ("models.counts", "models.layers"),
-    ("models.batch", "models.errors"),
+    ("models.batch", "models.errors", "models.shards"),
     # config tables
     ("configs",),
 )

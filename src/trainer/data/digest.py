@@ -35,6 +35,6 @@ def add_digests(a: Digest, b: Digest) -> Digest:
 
 
 def format_digest(lanes: tuple[int, int]) -> str:
-    """16 hexadecimal digits of a step's digest; sums over ranks need not be reduced first."""
+    """16 hexadecimal digits of two 32-bit lanes; sums over ranks need not be reduced first."""
     low, high = add_digests(lanes, (0, 0))
     return f"{high:08x}{low:08x}"

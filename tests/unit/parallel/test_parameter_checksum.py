@@ -1,0 +1,69 @@
+"""The parameters' checksum against the same arithmetic on Python's whole numbers, and what it must notice."""
+
+from hashlib import blake2b
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.parallel import checksum as room
+from trainer.parallel.checksum import parameter_checksum
+
+_WORD = 2**64
+
+
+def _mix(value: int) -> int:
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % _WORD
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % _WORD
+    return value ^ (value >> 31)
+
+
+def _expected(parameters: dict[str, Tensor], unsigned: type[np.unsignedinteger]) -> int:
+    signed = np.dtype(unsigned).str.replace("u", "i")
+    total = 0
+    for name, parameter in parameters.items():
+        key = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+        for place, bits in enumerate(parameter.numpy().reshape(-1).view(signed).tolist()):
+            total += _mix((_mix((place + key) % _WORD) + bits) % _WORD)
+    return total % _WORD
+
+
+def _checksum(parameters: dict[str, Tensor]) -> int:
+    low, high = parameter_checksum(parameters)
+    assert low.dtype == high.dtype == torch.float64
+    return int(low) + (int(high) << 32)
+
+
+@pytest.mark.parametrize(("dtype", "unsigned"), [(torch.float32, np.uint32), (torch.float64, np.uint64)])
+def test_equals_the_definition(
+    dtype: torch.dtype, unsigned: type[np.unsignedinteger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "_CHUNK", 7)  # several chunks, the last one short
+    generator = torch.Generator().manual_seed(1)
+    parameters = {
+        "a.weight": torch.randn(5, 6, generator=generator, dtype=dtype),
+        "b": torch.randn(3, generator=generator, dtype=dtype),
+        "empty": torch.zeros(0, 4, dtype=dtype),
+    }
+    assert _checksum(parameters) == _expected(parameters, unsigned)
+
+
+def test_notices_every_kind_of_difference() -> None:
+    values = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    swapped = values.clone()
+    swapped[0, 0], swapped[0, 1] = values[0, 1], values[0, 0]
+    last_bit = values.clone()
+    last_bit[2, 3] = torch.nextafter(values[2, 3], torch.tensor(100.0))
+    sign_of_zero = values.clone()
+    sign_of_zero[0, 0] = -0.0
+    kinds = [
+        {"w": values, "v": torch.ones(2)},
+        {"w": swapped, "v": torch.ones(2)},
+        {"w": last_bit, "v": torch.ones(2)},
+        {"w": sign_of_zero, "v": torch.ones(2)},
+        {"v": values, "w": torch.ones(2)},
+        {"w": values},
+    ]
+    assert len({_checksum(kind) for kind in kinds}) == len(kinds)
+    assert _checksum({"v": torch.ones(2), "w": values.clone()}) == _checksum(kinds[0]), "the order of names is nothing"
