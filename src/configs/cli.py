@@ -15,6 +15,7 @@ from configs.errors import ConfigError, Fault
 from configs.faults import build_config
 from configs.files import ReadError, read_layer
 from configs.layers import MergedLayers, file_layer, find_origin, flag_layer
+from configs.safe_text import one_line, star_secrets
 from configs.schema import dotted
 from configs.sft import SFTConfig
 
@@ -80,7 +81,7 @@ def render_error(error: ConfigError, origins: Mapping[str, str] | None = None) -
     for fault in error.faults:
         origin = fault.origin or (find_origin(keys, tuple(fault.key.split("."))) if fault.key else "")
         where = f"{fault.key} ({origin}): " if fault.key and origin else f"{fault.key}: " if fault.key else ""
-        lines.append(_printable(where + fault.message))
+        lines.append(one_line(star_secrets(where + fault.message)))
     return "\n".join(lines)
 
 
@@ -97,7 +98,3 @@ def _add_file(merged: MergedLayers, file: FileArgument) -> list[Fault]:
 def _with_origin(fault: Fault, merged: MergedLayers) -> Fault:
     origin = fault.origin or find_origin(merged.origins, tuple(fault.key.split(".")))
     return Fault(key=fault.key, message=fault.message, origin=origin)
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

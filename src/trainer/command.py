@@ -29,7 +29,8 @@ def run_command(prog: str, config_class: Callable[[], type[C]], start: Callable[
     """
     intruder = find_intruder(Path(__file__).resolve().parents[1])
     if intruder is not None:
-        return fail(intruder, 2)
+        print(intruder, file=sys.stderr)  # `fail` imports from a package that may be the intruder's
+        return 2
     from configs.cli import render_error, resolve
     from configs.errors import ConfigError
     from trainer.errors import RunError
@@ -64,11 +65,15 @@ def find_intruder(home: Path) -> str | None:
 
 
 def say(text: str) -> None:
-    """A line on stdout, at once: workers write to the same console."""
-    print(text, flush=True)
+    """A line on stdout, at once: workers write to the same console. Secrets and control characters do not get there."""
+    from configs.safe_text import safe
+
+    print(safe(text), flush=True)
 
 
 def fail(text: str, code: int) -> int:
-    """A line on stderr; gives the exit code back."""
-    print(text, file=sys.stderr, flush=True)
+    """The same on stderr; gives the exit code back."""
+    from configs.safe_text import safe
+
+    print(safe(text), file=sys.stderr, flush=True)
     return code

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from configs.safe_text import safe
 from trainer.progress import ConsoleHandler
 
 _OURS = ("configs", "models", "trainer")
@@ -30,6 +31,13 @@ def open_rank_log(path: Path, *, rank: int) -> TextIO:
     return stream
 
 
+class SafeFormatter(logging.Formatter):
+    """Names of files, texts of a config and messages of libraries end up in records: they stay text."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return safe(super().format(record))
+
+
 def setup_logging(stream: TextIO, *, rank: int, level: str) -> None:
     """Send log records and warnings to the rank's file, and those of rank 0 to the console too.
 
@@ -39,10 +47,10 @@ def setup_logging(stream: TextIO, *, rank: int, level: str) -> None:
     """
     lowest = logging.getLevelName(level.upper())
     handlers: list[logging.Handler] = [logging.StreamHandler(stream)]
-    handlers[0].setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
+    handlers[0].setFormatter(SafeFormatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
     if rank == 0:
         console = ConsoleHandler()
-        console.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
+        console.setFormatter(SafeFormatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
         handlers.append(console)
     root = logging.getLogger()
     root.handlers = handlers

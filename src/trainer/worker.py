@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from configs.errors import ConfigError
+from configs.safe_text import safe, star_secrets
 from configs.sft import SFTConfig
 from trainer.errors import RunError
 from trainer.logs import open_rank_log, setup_logging
@@ -61,12 +62,12 @@ def _die_with(launcher_pid: int) -> None:
 def _record(error: BaseException, stream: TextIO, path: Path) -> None:
     """Leave word for the launcher, which shows it. Not on this process's console: it would be there twice."""
     report: dict[str, Any] = {"time": time.time(), "kind": "crash"}
-    report["text"] = "".join(traceback.format_exception(error))
+    report["text"] = safe("".join(traceback.format_exception(error)))
     if isinstance(error, ConfigError):
         report["kind"] = "config"
-        report["faults"] = [{"key": fault.key, "message": fault.message} for fault in error.faults]
+        report["faults"] = [{"key": fault.key, "message": star_secrets(fault.message)} for fault in error.faults]
     elif isinstance(error, RunError):
-        report["kind"], report["message"] = "run", str(error)
+        report["kind"], report["message"] = "run", star_secrets(str(error))
     new = path.with_suffix(".new")
     try:
         new.write_text(json.dumps(report))

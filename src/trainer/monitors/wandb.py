@@ -14,6 +14,7 @@ from typing import Any
 import wandb
 
 from configs.monitor import WandbConfig
+from configs.safe_text import SECRET_NAME, star_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -21,13 +22,7 @@ _LOGIN_SECONDS = 30
 _INIT_SECONDS = 90
 _FINISH_SECONDS = 300
 
-# Not every `..._token`: pad_token and its like are none.
-_SECRET_NAME = re.compile(
-    r"(^|_)(api_?key|access_?key|password|passwd|secret|credentials?|(api|hf|hub|auth|access|bearer)_?token)$|^token$",
-    re.IGNORECASE,
-)
 _ASSIGNED_SECRET = re.compile(r"\b(\w*(?:KEY|TOKEN|SECRET|PASSWORD))=(\"[^\"]*\"|'[^']*'|[^\s;&|]+)")
-_URL_LOGIN = re.compile(r"(\w+://)[^/@\s]+@")
 
 
 class WandbMonitor:
@@ -148,7 +143,7 @@ def without_secrets(value: Any, name: str = "") -> Any:
     """A copy of JSON-able `value` with "***" for what looks like a secret.
 
     That is: text whose key names one (`api_key`, `hf_token`, `password`), the value in `SOME_KEY=value` within text,
-    the login in a URL.
+    and what `configs.safe_text.star_secrets` takes out.
     """
     if isinstance(value, dict):
         return {key: without_secrets(item, str(key)) for key, item in value.items()}
@@ -156,6 +151,6 @@ def without_secrets(value: Any, name: str = "") -> Any:
         return [without_secrets(item, name) for item in value]
     if not isinstance(value, str):
         return value
-    if _SECRET_NAME.search(name):
+    if SECRET_NAME.search(name):
         return "***"
-    return _URL_LOGIN.sub(r"\1***@", _ASSIGNED_SECRET.sub(r"\1=***", value))
+    return star_secrets(_ASSIGNED_SECRET.sub(r"\1=***", value))
