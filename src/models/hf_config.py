@@ -1,0 +1,196 @@
+"""Hugging Face configs of the families we implement: made from fields, from a `config.json`, from a checkpoint's JSON.
+
+Nothing here runs code that a folder brings along: the config class comes from the table below, by `model_type` alone.
+"""
+
+import copy
+import difflib
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config, SmolLM3Config
+
+from models.errors import ArchError
+
+CONFIG_CLASSES: dict[str, type[PretrainedConfig]] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "smollm3": SmolLM3Config,
+}
+
+# Accepted by every config class besides its own fields: transformers folds the first two into rope_parameters, and
+# its models read head_dim from every config, whether or not the class declares it.
+_COMMON_FIELDS = {"rope_theta", "rope_scaling", "head_dim"}
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+_PER_LAYER_LISTS = ("layer_types", "no_rope_layers")
+_MAX_SIZE = 2**31 - 1
+_MAX_LAYERS = 4096
+
+# Keys of other architectures (and of other families here) that would change the computation. In a class that has no
+# such field transformers passes over them; here they must be off.
+_FOREIGN_SWITCHES = (
+    *("attention_bias", "qkv_bias", "mlp_bias", "use_bias", "lm_head_bias"),
+    *("alibi", "rope_interleaved", "no_rope_layers", "use_qk_norm", "qk_layernorm", "parallel_attn", "clip_qkv"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "attention_sinks", "attention_chunk_size"),
+    *("hidden_dropout", "resid_pdrop", "embd_pdrop", "attention_dropout", "per_layer_config"),
+    *("num_experts", "num_local_experts", "n_routed_experts"),
+)
+_FOREIGN_SCALES = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "pretraining_tp")
+
+
+def config_class_of(model_type: object) -> type[PretrainedConfig]:
+    """The config class of a model type.
+
+    Raises:
+        ArchError: we have no such family; the message names the nearest one.
+    """
+    config_class = CONFIG_CLASSES.get(model_type) if isinstance(model_type, str) else None
+    if config_class is None:
+        raise ArchError("model_type", f"{model_type!r} is unknown{nearest(str(model_type), CONFIG_CLASSES)}")
+    return config_class
+
+
+def known_fields(config_class: type[PretrainedConfig]) -> set[str]:
+    """Field names that a config of this class may be given, what every config carries (dtype, ...) included."""
+    return set(config_class().to_dict()) | set(config_class.attribute_map) | _COMMON_FIELDS
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean x?`, or `; it is one of ...` where nothing is near."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; it is one of {', '.join(sorted(known))}"
+
+
+def construct_config(config_class: type[PretrainedConfig], fields: dict[str, Any]) -> PretrainedConfig:
+    """The config with these fields, whatever its class raises turned into an ArchError that names the field.
+
+    Args:
+        config_class: of `CONFIG_CLASSES`.
+        fields: known ones only; not changed.
+
+    Raises:
+        ArchError: a value that the class refuses, or a size out of range.
+    """
+    if fields.get("is_encoder_decoder"):
+        raise ArchError("is_encoder_decoder", "only decoders are implemented")
+    for key, value in fields.items():
+        is_size = key.startswith("num_") or key.endswith("_size") or key == "head_dim"
+        limit = _MAX_LAYERS if key == "num_hidden_layers" else _MAX_SIZE
+        if is_size and isinstance(value, int) and not 1 <= value <= limit:
+            bound = "must be at least 1" if value < 1 else f"must be at most {limit}"
+            raise ArchError(key, f"{bound}, not {value}")
+    head_dim = fields.get("head_dim")
+    if head_dim is not None and type(head_dim) is not int:
+        raise ArchError("head_dim", f"must be a whole number, not {head_dim!r}")
+    try:
+        # The classes write into the rope dicts that they are given.
+        return config_class(**copy.deepcopy(fields))
+    except Exception as error:  # the config classes raise whatever their validators raise
+        message = " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
+        named = [key for key in fields if re.search(rf"\b{key}\b", message)]
+        raise ArchError(named[0] if named else "", message) from error
+
+
+def config_from_dict(values: dict[str, Any]) -> PretrainedConfig:
+    """The config that a `config.json`, or `config_to_dict`, describes. No code of the file's making is run.
+
+    Legacy spellings (`rope_theta`, `rope_scaling`, `torch_dtype`) are read. Keys that neither the config class nor
+    transformers' model knows are left out, `auto_map` among them, unless they ask for another computation.
+
+    Args:
+        values: the JSON object.
+
+    Raises:
+        ArchError: unknown model type, a value that its class refuses, quantised weights, or a key of another
+            architecture that would change the computation.
+    """
+    config_class = config_class_of(values.get("model_type"))
+    if values.get("quantization_config") is not None:
+        raise ArchError("quantization_config", "quantised weights are not implemented: use the unquantised model")
+    if values.get("partial_rotary_factor") not in (None, 1):
+        raise ArchError("partial_rotary_factor", f"only 1 is implemented, not {values['partial_rotary_factor']!r}")
+    known = known_fields(config_class)
+    _refuse_foreign(values, known)
+    fields = {key: value for key, value in values.items() if key in known and key not in ("model_type", "dtype")}
+    fields.pop("transformers_version", None)
+    if fields.get("head_dim", 0) is None:
+        del fields["head_dim"]  # where the class has no such field, transformers would take None as the width
+    dtype = values.get("dtype") or values.get("torch_dtype")
+    if dtype not in (None, "auto"):
+        if dtype not in _DTYPES:
+            raise ArchError("dtype", f"{dtype!r} is not one of {', '.join(_DTYPES)}")
+        fields["dtype"] = dtype
+    return construct_config(config_class, fields)
+
+
+def config_to_dict(config: PretrainedConfig) -> dict[str, Any]:
+    """Plain JSON values that `config_from_dict` restores to an equal config, on any machine."""
+    values = json.loads(json.dumps(config.to_dict()))
+    for key in ("transformers_version", "_name_or_path"):
+        values.pop(key, None)
+    return values
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """The config of a Hugging Face model folder.
+
+    Args:
+        folder: has a `config.json`.
+
+    Raises:
+        ArchError: no such file, no JSON object in it, or what `config_from_dict` refuses. The message names the file.
+    """
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ArchError("", f"{path} does not exist: a Hugging Face model folder has one") from error
+    except OSError as error:
+        raise ArchError("", f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested beyond measure
+        raise ArchError("", f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ArchError("", f"{path} holds no JSON object")
+    try:
+        return config_from_dict(values)
+    except ArchError as error:
+        raise ArchError(error.key, f"{error.message} (in {path})") from error
+
+
+def shorten(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
+    """The same architecture with its first `num_layers` layers.
+
+    Raises:
+        ArchError: it has fewer layers, or none is left.
+    """
+    if not 1 <= num_layers <= config.num_hidden_layers:
+        raise ArchError("num_hidden_layers", f"cannot keep {num_layers} of {config.num_hidden_layers} layers")
+    values = config_to_dict(config) | {"num_hidden_layers": num_layers}
+    for key in _PER_LAYER_LISTS:
+        if values.get(key) is not None:
+            values[key] = values[key][:num_layers]
+    return config_from_dict(values)
+
+
+def _refuse_foreign(values: dict[str, Any], known: set[str]) -> None:
+    model_type = values["model_type"]
+    for key in (*_FOREIGN_SWITCHES, *_FOREIGN_SCALES):
+        if key in known or key not in values:
+            continue
+        value = values[key]
+        off = not value or (key in _FOREIGN_SCALES and value == 1 and value is not True)
+        if not off:
+            raise ArchError(key, f"{model_type} has no such field, and {value!r} would change the computation")
+    window = values.get("sliding_window")
+    if "sliding_window" not in known and window is not None and values.get("use_sliding_window") is not False:
+        raise ArchError("sliding_window", f"{model_type} has no such field, and {window!r} may change the computation")
+    layer_types = values.get("layer_types") or []
+    if "layer_types" not in known and any(layer_type != "full_attention" for layer_type in layer_types):
+        raise ArchError("layer_types", f"{model_type} has no such field; only full_attention would be ignored safely")
