@@ -14,7 +14,13 @@ C = TypeVar("C", bound="BaseConfig")
 _PACKAGES = ("configs", "models", "trainer")
 
 
-def run_command(prog: str, config_class: Callable[[], type[C]], start: Callable[[C], int], argv: Sequence[str]) -> int:
+def run_command(
+    prog: str,
+    config_class: Callable[[], type[C]],
+    start: Callable[[C], int],
+    argv: Sequence[str],
+    tell: Callable[[str], None] | None = None,
+) -> int:
     """Resolve the command line and do the command's work.
 
     Args:
@@ -23,6 +29,7 @@ def run_command(prog: str, config_class: Callable[[], type[C]], start: Callable[
         start: the work, given the config; returns the exit code. It imports what takes long itself, so that `--help`
             and every fault of the config answer at once.
         argv: the command line without the command.
+        tell: told what is worth knowing about the config; unset: `say`.
 
     Returns:
         exit code: that of `start`; 1 for a RunError, 2 for a ConfigError, 130 after Ctrl-C.
@@ -40,7 +47,7 @@ def run_command(prog: str, config_class: Callable[[], type[C]], start: Callable[
         resolved = resolve(argv, config_class(), prog)
         origins = resolved.origins
         for note in resolved.notes:
-            say(note)
+            (tell or say)(note)
         return start(resolved.config)
     except ConfigError as error:
         return fail(render_error(error, origins), 2)
@@ -71,9 +78,14 @@ def say(text: str) -> None:
     print(safe(text), flush=True)
 
 
-def fail(text: str, code: int) -> int:
-    """The same on stderr; gives the exit code back."""
+def warn(text: str) -> None:
+    """The same on stderr, for commands whose stdout is their result."""
     from configs.safe_text import safe
 
     print(safe(text), file=sys.stderr, flush=True)
+
+
+def fail(text: str, code: int) -> int:
+    """`warn`, and the exit code given back."""
+    warn(text)
     return code

@@ -153,6 +153,11 @@ class RowLoader:
         batch = collate(rows, full_rows=self._source.full_rows, pin_memory=self._pin_memory)
         return _Filled(batch=batch, digest=digest_rows(rows, places))
 
+    def addresses(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """(epochs, indices), each (batch_size,) int64: the rows of a step over all ranks, in the step's order."""
+        batch_size = self._micro_batches * self._dp_size * self._micro_batch_size
+        return self._stream.rows(step, np.arange(batch_size))
+
     def state_dict(self, next_step: int) -> dict[str, Any]:
         """Where the stream stands before `next_step`; JSON-able, the same on every rank."""
         return {**self._stream.state_dict(next_step), "fingerprint": self._source.fingerprint}

@@ -76,6 +76,10 @@ class TokensSource:
         return not self._document_masking
 
     @property
+    def pool(self) -> TokenPool:
+        return self._pool
+
+    @property
     def left_out_tokens(self) -> int:
         """Tokens that no window of an epoch reads as input; other ones every epoch when shuffled."""
         return self._pool.num_tokens - self.num_rows * self._seq_len
@@ -119,6 +123,12 @@ class TokensSource:
             return indices.astype(np.int64) * self._seq_len
         permutation, offset = self._order(epoch)
         return (offset + permutation(indices) * self._seq_len) % self._pool.num_tokens
+
+    def left_out_targets(self, epoch: int) -> list[tuple[int, int]]:
+        """(start, count) of the stretches of the pool that hold no target of an epoch."""
+        offset = self._order(epoch)[1] if self._shuffle else 0
+        start = (offset + self.num_rows * self._seq_len + 1) % self._pool.num_tokens
+        return self._pieces(start, self.left_out_tokens)
 
     def _pieces(self, start: int, count: int) -> list[tuple[int, int]]:
         """(start, count) of a stretch of the ring as stretches of the pool: two when it wraps."""
