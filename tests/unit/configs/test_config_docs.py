@@ -10,7 +10,7 @@ from configs.cli import render_error, resolve
 from configs.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
-BLOCKS = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = re.compile(r"^```[^\n`]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def _answers() -> list[tuple[str, str]]:
