@@ -21,6 +21,12 @@ from configs.sft import SFTConfig
 
 C = TypeVar("C", bound=BaseConfig)
 
+_MAX_FAULTS = 100
+"""More lines push the first ones, which tell most, off the terminal."""
+
+_MAX_KEY = 120
+_MAX_MESSAGE = 4000
+
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved(Generic[C]):
@@ -70,7 +76,9 @@ def resolve(argv: Sequence[str], cls: type[C] = SFTConfig, prog: str = "sft") ->
 
 
 def render_error(error: ConfigError, origins: Mapping[str, str] | None = None) -> str:
-    """One line per fault: `key (from file): message`. Characters that a terminal would obey are shown as escapes.
+    """One line per fault: `key (from file): message`, the first hundred of them.
+
+    Characters that a terminal would obey are shown as escapes, secrets as ***.
 
     Args:
         error: from `resolve`, or from a later check of the same config.
@@ -78,11 +86,18 @@ def render_error(error: ConfigError, origins: Mapping[str, str] | None = None) -
     """
     keys = {tuple(key.split(".")): origin for key, origin in (origins or {}).items()}
     lines = []
-    for fault in error.faults:
+    for fault in error.faults[:_MAX_FAULTS]:
         origin = fault.origin or (find_origin(keys, tuple(fault.key.split("."))) if fault.key else "")
-        where = f"{fault.key} ({origin}): " if fault.key and origin else f"{fault.key}: " if fault.key else ""
-        lines.append(one_line(star_secrets(where + fault.message)))
+        key = _cut(star_secrets(fault.key), _MAX_KEY)
+        where = f"{key} ({origin}): " if key and origin else f"{key}: " if key else ""
+        lines.append(one_line(where + _cut(star_secrets(fault.message), _MAX_MESSAGE)))
+    if len(error.faults) > _MAX_FAULTS:
+        lines.append(f"and {len(error.faults) - _MAX_FAULTS} more faults")
     return "\n".join(lines)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def _add_file(merged: MergedLayers, file: FileArgument) -> list[Fault]:

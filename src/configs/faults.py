@@ -9,10 +9,17 @@ from configs.base import TABLE_FAULTS
 from configs.errors import ConfigError, Fault
 from configs.layers import find_origin
 from configs.nearest import did_you_mean, nearest_keys, nearest_word
+from configs.safe_text import has_login
 from configs.schema import ANYTHING, TAG, Key, Slot, dotted, item_slot, slots, table_tags
 from configs.values import accepts, describe, explain_type, join_or, misfits_json, show
 
 T = TypeVar("T", bound=BaseModel)
+
+_MAX_HINTS = 20
+"""Each takes milliseconds to find; a file of another program has hundreds of unknown keys."""
+
+_MAX_HINTED = 80
+"""A longer name resembles none of ours."""
 
 
 def build_config(cls: type[T], values: dict[str, Any], origins: dict[Key, str]) -> T:
@@ -23,6 +30,7 @@ def build_config(cls: type[T], values: dict[str, Any], origins: dict[Key, str]) 
     """
     walk = _Walk(root=cls, origins=origins)
     sound = walk.table(values, cls, ())
+    walk.refuse_logins(values, ())
     try:
         config = cls.model_validate(sound)
     except ValidationError as error:
@@ -41,6 +49,8 @@ class _Walk:
     origins: dict[Key, str]
     faults: list[Fault] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)
+
+    hints_given: int = 0
 
     def note(self, key: Key, message: str) -> None:
         self.keys.append(key)
@@ -63,6 +73,19 @@ class _Walk:
                 sound[name] = kept
         return sound
 
+    def refuse_logins(self, value: Any, key: Key) -> None:
+        """A config is shown, kept in the run directory and sent to wandb."""
+        if isinstance(value, (dict, list)):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for name, item in items:
+                self.refuse_logins(item, key if isinstance(value, list) else (*key, str(name)))
+        elif isinstance(value, str) and has_login(value):
+            message = (
+                f"{show(value)} holds a login, which would be written into the run directory and logs; take it out and "
+                "give it through the environment or ~/.netrc"
+            )
+            self.note(key, message)
+
     def _value(self, value: Any, slot: Slot, key: Key) -> Any:
         """The sound part of a value of the right type; None where nothing of it is."""
         if isinstance(value, list) and any(isinstance(item, dict) for item in value):
@@ -78,7 +101,7 @@ class _Walk:
             value = {TAG: slot.default_tag, **value}
         table = slot.table_for(value.get(TAG))
         if table is None:
-            nearest = nearest_word(str(value[TAG]), slot.tags)
+            nearest = nearest_word(str(value[TAG])[:_MAX_HINTED], slot.tags)
             hint = did_you_mean([show(nearest)] if nearest else [])
             self.note((*key, TAG), f"expected {_options(slot)}, got {show(value[TAG])}{hint}")
             return None
@@ -93,13 +116,16 @@ class _Walk:
         if owners:
             own = " or ".join(map(show, table_tags(cls)))
             return f"is not a key of type = {own}; it belongs to type = {join_or([show(tag) for tag in owners])}"
+        if self.hints_given >= _MAX_HINTS or len(key[-1]) > _MAX_HINTED:
+            return "unknown key"
+        self.hints_given += 1
         return f"unknown key{did_you_mean(nearest_keys(self.root, key, slots(cls)))}"
 
     def _wrong_type(self, slot: Slot, value: Any) -> str:
         message = explain_type(slot, value)
         if slot.tables and not isinstance(value, dict) and slot.optional:
             return f'{message} (a table, even an empty one, turns it on, "None" turns it off)'
-        nearest = nearest_word(value, _literals(slot)) if isinstance(value, str) else None
+        nearest = nearest_word(value[:_MAX_HINTED], _literals(slot)) if isinstance(value, str) else None
         return f"{message}{did_you_mean([show(nearest)] if nearest else [])}"
 
 

@@ -10,6 +10,12 @@ import tomli
 MAX_DEPTH = 32
 """Deeper nesting is a fault: no config needs it, and recursion over it would end in a traceback."""
 
+MAX_BYTES = 4 * 2**20
+"""A larger file is none of ours (a data file given by mistake, /dev/zero), and reading it could take all memory."""
+
+MAX_KEYS = 2000
+"""A file with more of them is no config; looking for what each may have meant would take minutes."""
+
 
 class ReadError(ValueError):
     """A text that cannot be read; the message says why, and where."""
@@ -19,17 +25,23 @@ def read_layer(path: str) -> dict[str, Any]:
     """The values of one file.
 
     Raises:
-        ReadError: the file is missing, not a file, not UTF-8, or not valid; names file, line and column.
+        ReadError: the file is missing, not a file, too large, not UTF-8, or not valid; names file, line and column.
     """
     try:
+        with Path(path).open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ReadError(f"{path}: larger than {MAX_BYTES // 2**20} MiB, so it is no config")
         # A byte-order mark is what some editors put in front of UTF-8.
-        text = Path(path).read_bytes().decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
     except FileNotFoundError:
         raise ReadError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise ReadError(f"{path}: is a folder, not a file") from None
     except UnicodeDecodeError as error:
         raise ReadError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except ReadError:
+        raise
     except (OSError, ValueError) as error:
         raise ReadError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     try:
@@ -85,10 +97,13 @@ def plain(value: Any) -> Any:
     """The value with `"None"` at a key turned into None.
 
     Raises:
-        ReadError: nested more than MAX_DEPTH deep, or a string that UTF-8 cannot hold.
+        ReadError: nested more than MAX_DEPTH deep, more than MAX_KEYS keys, or a string that UTF-8 cannot hold.
     """
-    level = [value]
+    level, num_keys = [value], 0
     for _ in range(MAX_DEPTH):
+        num_keys += sum(len(outer) for outer in level if isinstance(outer, dict))
+        if num_keys > MAX_KEYS:
+            raise ReadError(f"more than {MAX_KEYS} keys, so it is no config")
         level = [item for outer in level for item in _items(outer)]
         if not level:
             return _plain(value)

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 import tomli
 
 from configs.files import ReadError, plain, read_json
+from configs.safe_text import star_secrets
 from configs.schema import Key, Slot, is_table, item_slot, slot_of
 
 MAX_SHOWN = 80
@@ -23,8 +24,8 @@ MAX_INT = 2**63 - 1
 
 
 def show(value: Any) -> str:
-    """The value as in JSON, cut to MAX_SHOWN characters; None as TOML writes it."""
-    text = '"None"' if value is None else json.dumps(value, ensure_ascii=False, default=str)
+    """The value as in JSON, without secrets, cut to MAX_SHOWN characters; None as TOML writes it."""
+    text = '"None"' if value is None else star_secrets(json.dumps(value, ensure_ascii=False, default=str))
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 

@@ -6,6 +6,7 @@
 """
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ _NEIGHBOURS = 8
 """Index entries looked at on either side of those asked for, so that a step down just outside is seen too."""
 
 _ENDS_SEARCHED_FOR_EOS = 1024
+_ENDS_SAMPLED = 4
+_ENDS_SAMPLED_IN_DOUBT = 256
 
 
 class ShardError(ValueError):
@@ -109,6 +112,7 @@ def open_shard(path: Path) -> Shard:
 
 def _read_metadata(path: Path) -> tuple[str, int, int, str]:
     try:
+        _refuse_special(path, path.stat())
         with path.open("rb") as file:
             lines = file.read(_BLOCK).decode(errors="replace").splitlines()
     except OSError as error:
@@ -127,9 +131,17 @@ def _read_metadata(path: Path) -> tuple[str, int, int, str]:
 
 def _size(path: Path) -> int:
     try:
-        return path.stat().st_size
+        status = path.stat()
     except OSError as error:
         raise ShardError(f"{path} cannot be read ({error.strerror})") from error
+    _refuse_special(path, status)
+    return status.st_size
+
+
+def _refuse_special(path: Path, status: os.stat_result) -> None:
+    """A pipe would have its reader wait for a writer, without end."""
+    if not stat.S_ISREG(status.st_mode):
+        raise ShardError(f"{path} is no regular file")
 
 
 def _check_index(path: Path, num_tokens: int) -> int:
@@ -220,6 +232,41 @@ def check_eos(shard: Shard, eos_id: int, tokenizer_name: str) -> None:
             f"{shard.path}: the first document ends with token {last_ids[0]}, not with the end-of-text token {eos_id} "
             f"of tokenizer {tokenizer_name}; the metadata says that tokenizer {shard.tokenizer_name!r} wrote it"
         )
+
+
+def check_sampled_ends(shard: Shard, eos_id: int) -> None:
+    """Refuse a shard (with tokens) whose index says other places than the tokens do: a few of its ends, evenly spread,
+    must follow an EOS.
+
+    This is what an index of another shard, or one that was written wrongly, cannot pass, while a document here and
+    there that was cut without EOS is let through: only where most ends have none is the shard refused. Chunk-shuffled
+    shards and those with a loss file have ends without EOS by design (see check_eos) and are not looked at.
+
+    Raises:
+        ShardError: naming the index.
+    """
+    if shard.chunk_shuffled or shard.has_loss:
+        return
+    mapped = map_shard(shard)
+    ends = _spread_ends(shard, mapped.index, _ENDS_SAMPLED)
+    if (mapped.tokens[ends - 1] == eos_id).all():
+        return
+    ends = _spread_ends(shard, mapped.index, _ENDS_SAMPLED_IN_DOUBT)
+    without = int((mapped.tokens[ends - 1] != eos_id).sum())
+    if 2 * without > ends.size:
+        raise ShardError(
+            f"{index_path(shard.path)} does not fit {shard.path.name}: {without} of {ends.size} document ends looked "
+            f"at do not follow the end-of-text token {eos_id}; it is damaged or another shard's"
+        )
+
+
+def _spread_ends(shard: Shard, index: np.ndarray, count: int) -> np.ndarray:
+    """int64 positive ends at up to `count` places of the index, the last one always among them."""
+    places = np.linspace(0, len(index) - 1, min(count, len(index))).astype(np.int64)
+    ends = index[places]
+    if int(ends.max()) > shard.num_tokens or (ends[1:] < ends[:-1]).any():
+        raise ShardError(f"{index_path(shard.path)} is damaged: its document ends do not ascend within the shard")
+    return ends[ends > 0].astype(np.int64)
 
 
 def sample(shard: Shard) -> bytes:

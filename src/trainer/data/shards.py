@@ -4,7 +4,7 @@ Opening costs a few small reads per shard, whatever the shards hold. Files are m
 most recently used stay mapped: each map holds a file descriptor, of which a process may have about a thousand.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -17,8 +17,10 @@ from configs.errors import ConfigError, Fault
 from trainer.data.row import RowError
 from trainer.data.shard import (
     MappedShard,
+    Shard,
     ShardError,
     check_eos,
+    check_sampled_ends,
     document_ends,
     map_shard,
     open_shard,
@@ -73,6 +75,11 @@ class TokenPool:
     def num_documents(self) -> int:
         """Entries of all indices."""
         return sum(shard.num_documents for shard in self._shards)
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """All shards in the order of the pool, those without tokens too."""
+        return self._shards
 
     @property
     def chunk_shuffled(self) -> Path | None:
@@ -147,13 +154,16 @@ class TokenPool:
         }
 
     def check_tokenizer(self, eos_id: int, name: str) -> None:
-        """Refuse shards of another tokenizer: the first document of each path must end with this one's EOS.
+        """Refuse shards of another tokenizer: the first document of each path must end with this one's EOS, and so must
+        most of a few documents of every shard.
 
         Raises:
             ConfigError: naming the shard, and the tokenizer that its metadata states.
         """
         firsts = [next((shard for shard in group if shard.num_tokens), None) for group in self._groups]
         _for_each(lambda shard: check_eos(shard, eos_id, name), [shard for shard in firsts if shard], self._key)
+        holding = [shard for shard in self._shards if shard.num_tokens]
+        _for_each(lambda shard: check_sampled_ends(shard, eos_id), holding, self._key)
 
 
 def _shard_files(path: Path, key: str) -> list[Path]:

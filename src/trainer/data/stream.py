@@ -6,6 +6,9 @@ import numpy as np
 
 from configs.errors import ConfigError
 
+_MAX_SHOWN = 80
+"""Characters of a value in a message: a checkpoint's state may hold anything."""
+
 
 class RowStream:
     """The stream of rows cut into steps of `batch_size`. Its state is a position and the skipped ranges after it."""
@@ -86,12 +89,24 @@ class RowStream:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """What differs between two fingerprints, one phrase per entry."""
+    """What differs between two fingerprints, one phrase per entry. Of two types of data only the types are named."""
+    if old.get("type") != new.get("type"):
+        return [_change(f"{prefix}type", old.get("type"), new.get("type"))]
     changed = []
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
             changed += differences(before, after, f"{prefix}{key}.")
         elif before != after:
-            changed.append(f"{prefix}{key} was {before} and is {after}")
+            changed.append(_change(f"{prefix}{key}", before, after))
     return changed
+
+
+def _change(name: str, before: Any, after: Any) -> str:
+    return f"{name} was {_shown(before)} and is {_shown(after)}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        return "a table" if isinstance(value, dict) else "a list"
+    return "missing" if value is None else str(value)[:_MAX_SHOWN]

@@ -95,6 +95,6 @@ def _record(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None

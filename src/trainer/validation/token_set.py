@@ -33,8 +33,8 @@ class TokenSet:
             vocab_size: ids the model knows.
             eos_token_id: token that ends documents; None: not checked.
             tokenizer_name: for error messages.
-            prefix_id: token put before every window, so that all its tokens are scored; None: none, and the first
-                token of a window is not.
+            prefix_id: token put before every window that does not begin with it, so that all its tokens are scored;
+                None: none, and the first token of a window is not.
 
         Raises:
             ConfigError: the shards are missing, damaged or of another tokenizer.
@@ -70,16 +70,22 @@ class TokenSet:
             raise RunError(f"held-out set {self.name}: {error}") from error
 
     def _read(self, start: int, num_inputs: int) -> tuple[np.ndarray, np.ndarray]:
+        num_labels = num_inputs
         if self._prefix_id is None:
             ids = self._read_ids(start, num_inputs + 1)
             input_ids, labels, first_label = ids[:-1], ids[1:].copy(), start + 1
         else:
             ids = self._read_ids(start, num_inputs)
-            input_ids = np.concatenate([[self._prefix_id], ids[:-1]])
-            labels, first_label = ids, start
-        counted = self._pool.loss_mask(first_label, num_inputs)
+            if num_inputs > 1 and ids[0] == self._prefix_id:
+                # The shards have the prefix already (a tokenizer that adds BOS), and no model has seen two. The token
+                # stands where the prefix would; the last position has nothing left to predict.
+                num_labels -= 1
+                input_ids, labels, first_label = ids, np.append(ids[1:], IGNORE_INDEX), start + 1
+            else:
+                input_ids, labels, first_label = np.concatenate([[self._prefix_id], ids[:-1]]), ids, start
+        counted = self._pool.loss_mask(first_label, num_labels)
         if counted is not None:
-            labels[~counted] = IGNORE_INDEX
+            labels[:num_labels][~counted] = IGNORE_INDEX
         return input_ids, labels
 
     def _read_ids(self, start: int, count: int) -> np.ndarray:
