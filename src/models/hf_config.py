@@ -172,7 +172,8 @@ def shorten(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
     """
     if not 1 <= num_layers <= config.num_hidden_layers:
         raise ArchError("num_hidden_layers", f"cannot keep {num_layers} of {config.num_hidden_layers} layers")
-    values = config_to_dict(config) | {"num_hidden_layers": num_layers}
+    values = config_to_dict(config)
+    values["num_hidden_layers"] = num_layers
     for key in _PER_LAYER_LISTS:
         if values.get(key) is not None:
             values[key] = values[key][:num_layers]
@@ -191,6 +192,9 @@ def _refuse_foreign(values: dict[str, Any], known: set[str]) -> None:
     window = values.get("sliding_window")
     if "sliding_window" not in known and window is not None and values.get("use_sliding_window") is not False:
         raise ArchError("sliding_window", f"{model_type} has no such field, and {window!r} may change the computation")
-    layer_types = values.get("layer_types") or []
-    if "layer_types" not in known and any(layer_type != "full_attention" for layer_type in layer_types):
-        raise ArchError("layer_types", f"{model_type} has no such field; only full_attention would be ignored safely")
+    layer_types = values.get("layer_types")
+    full_only = layer_types is None or (
+        isinstance(layer_types, list) and set(map(str, layer_types)) <= {"full_attention"}
+    )
+    if "layer_types" not in known and not full_only:
+        raise ArchError("layer_types", f"{model_type} has no such field, and not all of its layers are full_attention")

@@ -1,1 +1,1 @@
-"""The dense decoder: llama, qwen3."""
+"""The dense decoder: llama, mistral, qwen2, qwen3, smollm3."""

@@ -1,6 +1,6 @@
-"""The dense decoder of `llama` and `qwen3`, in Hugging Face's layout and parameter names.
+"""The dense decoder in Hugging Face's layout and parameter names: llama, mistral, qwen2, qwen3, smollm3.
 
-One implementation serves both: they differ in the q/k norm and in which biases their configs offer.
+One implementation serves all of them: they differ in what `models.dense.layout` lists.
 """
 
 from collections.abc import Sequence
@@ -12,30 +12,34 @@ from transformers import PretrainedConfig
 from models.base import CausalLM, LossOutput
 from models.batch import Batch
 from models.counts import MatrixShapes
-from models.dense.checks import refuse_unsupported, rope_theta
+from models.dense.checks import refuse_unsupported
+from models.dense.layout import DenseLayout, dense_layout
 from models.layers.attention import Attention, AttentionForm, SequenceContext
 from models.layers.block import DecoderBlock
 from models.layers.lm_head import LMHead
 from models.layers.mlp import SwiGLU
 from models.layers.norm import RMSNorm
+from models.layers.rope import Rope
+from models.layers.rope_config import rope_of_config
 
 
 class DenseBlock(DecoderBlock):
     """Pre-norm attention and feed-forward, each with a residual."""
 
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: PretrainedConfig, layout: DenseLayout, *, rotate: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.self_attn = Attention(
             hidden_size=config.hidden_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            bias=config.attention_bias,
-            qk_norm_eps=config.rms_norm_eps if config.model_type == "qwen3" else None,
+            head_dim=layout.head_dim,
+            qkv_bias=layout.qkv_bias,
+            output_bias=layout.output_bias,
+            qk_norm_eps=config.rms_norm_eps if layout.qk_norm else None,
+            rotate=rotate,
             dtype=dtype,
         )
-        mlp_bias = getattr(config, "mlp_bias", False)  # qwen3 has no such field
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, mlp_bias, dtype)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, layout.mlp_bias, dtype)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
@@ -48,13 +52,16 @@ class DenseBlock(DecoderBlock):
 class DenseDecoder(nn.Module):
     """Embedding, blocks, final norm: the `model.` of the parameter names."""
 
-    def __init__(self, config: PretrainedConfig, attn: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: PretrainedConfig, layout: DenseLayout, *, rope: Rope, attn: str, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.attn = attn
-        self.head_dim: int = config.head_dim
-        self.rope_theta = rope_theta(config)
+        self.rope = rope
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nn.ModuleList(DenseBlock(config, dtype) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DenseBlock(config, layout, rotate=rotate, dtype=dtype) for rotate in layout.rope_layers
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.compiled: bool = False
         self.fullgraph: bool = False
@@ -62,9 +69,7 @@ class DenseDecoder(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """(rows, seq_len, hidden_size) final hidden states."""
         hidden = self.embed_tokens(batch.input_ids)
-        context = SequenceContext(
-            batch, attn=self.attn, head_dim=self.head_dim, rope_theta=self.rope_theta, dtype=hidden.dtype
-        )
+        context = SequenceContext(batch, attn=self.attn, rope=self.rope, dtype=hidden.dtype)
         if self.compiled:
             context.mark_dynamic()
         if self.fullgraph and context.form is AttentionForm.SEGMENTS:
@@ -92,9 +97,12 @@ class DenseForCausalLM(CausalLM):
             ArchError: the config asks for what is not implemented here.
         """
         super().__init__()
-        refuse_unsupported(config, seq_len=seq_len, attn=attn)
+        layout = dense_layout(config)
+        refuse_unsupported(config, seq_len=seq_len, attn=attn, head_dim=layout.head_dim)
         self.config = config
-        self.model = DenseDecoder(config, attn, dtype)
+        self.layout = layout
+        rope = rope_of_config(config, layout.head_dim)
+        self.model = DenseDecoder(config, layout, rope=rope, attn=attn, dtype=dtype)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, tied=config.tie_word_embeddings, dtype=dtype)
 
     def forward(self, batch: Batch, loss_scale: Tensor | None = None, greedy: bool = False) -> LossOutput:
@@ -124,13 +132,18 @@ class DenseForCausalLM(CausalLM):
         return [self.model.embed_tokens.weight] if head is None else [self.model.embed_tokens.weight, head]
 
     @property
+    def tied_names(self) -> dict[str, str]:
+        """A tied head is the embedding."""
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.config.tie_word_embeddings else {}
+
+    @property
     def matrix_shapes(self) -> MatrixShapes:
         """Projections of attention and feed-forward, and the head."""
         config = self.config
         return MatrixShapes(
             block_params=sum(p.numel() for block in self.blocks for p in block.parameters() if p.dim() == 2),
             head_params=config.vocab_size * config.hidden_size,
-            attention_width=config.num_hidden_layers * config.num_attention_heads * config.head_dim,
+            attention_width=config.num_hidden_layers * config.num_attention_heads * self.layout.head_dim,
         )
 
     def compile_blocks(self, mode: str, fullgraph: bool) -> None:

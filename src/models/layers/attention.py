@@ -21,7 +21,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from models.batch import Batch
 from models.layers.norm import RMSNorm
-from models.layers.rope import apply_rope, rope_table
+from models.layers.rope import Rope, apply_rope, rope_table
 
 
 class AttentionForm(StrEnum):
@@ -44,13 +44,12 @@ class SequenceContext:
     the ones that differ between batches too, but only the attributes in use of a plain object.
     """
 
-    def __init__(self, batch: Batch, *, attn: str, head_dim: int, rope_theta: float, dtype: torch.dtype) -> None:
+    def __init__(self, batch: Batch, *, attn: str, rope: Rope, dtype: torch.dtype) -> None:
         """
         Args:
             batch: on the device of the model.
             attn: "sdpa" or "varlen".
-            head_dim: of the RoPE table.
-            rope_theta: of the RoPE table.
+            rope: what the table is made of.
             dtype: of the hidden states.
 
         Raises:
@@ -73,7 +72,7 @@ class SequenceContext:
             self.form = AttentionForm.SEGMENTS
             self.lengths = segments.host_cu_seqlens.diff().tolist()  # host numbers: no device sync
         phase_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self.cos, self.sin = rope_table(batch.position_ids, head_dim, rope_theta, phase_dtype)
+        self.cos, self.sin = rope_table(batch.position_ids, rope, phase_dtype)
 
     def mark_dynamic(self) -> None:
         """Tell torch.compile that the number of documents and the longest length vary, so it keeps them symbolic."""
@@ -83,7 +82,7 @@ class SequenceContext:
 
 
 class Attention(nn.Module):
-    """Multi-head attention with grouped queries (Ainslie et al. 2023, arXiv:2305.13245) and RoPE."""
+    """Multi-head attention with grouped queries (Ainslie et al. 2023, arXiv:2305.13245), with or without RoPE."""
 
     def __init__(
         self,
@@ -92,8 +91,10 @@ class Attention(nn.Module):
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        bias: bool,
+        qkv_bias: bool,
+        output_bias: bool,
         qk_norm_eps: float | None,
+        rotate: bool,
         dtype: torch.dtype,
     ) -> None:
         """
@@ -102,16 +103,19 @@ class Attention(nn.Module):
             num_heads: query heads, a multiple of num_kv_heads.
             num_kv_heads: key and value heads.
             head_dim: width of a head; num_heads * head_dim need not be hidden_size.
-            bias: biases on all four projections.
+            qkv_bias: biases on the query, key and value projections.
+            output_bias: a bias on the output projection.
             qk_norm_eps: RMSNorm of queries and keys over the head dimension, before RoPE; None: no norm.
+            rotate: apply RoPE to queries and keys.
             dtype: of the parameters.
         """
         super().__init__()
         self.head_dim = head_dim
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias, dtype=dtype)
-        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=bias, dtype=dtype)
-        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=bias, dtype=dtype)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias, dtype=dtype)
+        self.rotate = rotate
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias, dtype=dtype)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias, dtype=dtype)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias, dtype=dtype)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=output_bias, dtype=dtype)
         self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype) if qk_norm_eps is not None else None
         self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype) if qk_norm_eps is not None else None
 
@@ -123,8 +127,9 @@ class Attention(nn.Module):
         value = self.v_proj(hidden).view(heads)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        query = apply_rope(query, context.cos, context.sin)
-        key = apply_rope(key, context.cos, context.sin)
+        if self.rotate:
+            query = apply_rope(query, context.cos, context.sin)
+            key = apply_rope(key, context.cos, context.sin)
         return self.o_proj(_attend(query, key, value, context).flatten(2))
 
 

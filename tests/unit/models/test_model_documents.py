@@ -132,7 +132,7 @@ def test_rope_phases_stay_accurate_in_a_bfloat16_model(make_model, make_batch) -
     """Field case R85: 4096 positions in a bf16 model: phase error at most 5e-3 rad against fp64."""
     model = make_model("llama", head_dim=64, rope_theta=10000.0).to(torch.bfloat16)
     positions = torch.arange(4096)[None]
-    cos, sin = rope_table(positions, 64, model.model.rope_theta, torch.float32)
+    cos, sin = rope_table(positions, model.model.rope, torch.float32)
     exact = positions[0, :, None].double() * 10000.0 ** (-torch.arange(0, 64, 2).double() / 64)
     error = torch.atan2(sin[0, :, 0].double(), cos[0, :, 0].double()) - exact
     error = torch.remainder(error + torch.pi, 2 * torch.pi) - torch.pi
