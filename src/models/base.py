@@ -84,6 +84,11 @@ class CausalLM(nn.Module):
         """What decides the FLOPs."""
         raise NotImplementedError
 
+    @property
+    def tied_names(self) -> dict[str, str]:
+        """Names under which files may hold a tied parameter once more, to its canonical name; none when untied."""
+        return {}
+
     def init_rules(self) -> dict[str, InitRule]:
         """Parameters (by canonical name) with a rule of their own: norm gains are 1. The others: see models.init."""
         return {

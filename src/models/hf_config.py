@@ -27,6 +27,11 @@ CONFIG_CLASSES: dict[str, type[PretrainedConfig]] = {
 # its models read head_dim from every config, whether or not the class declares it.
 _COMMON_FIELDS = {"rope_theta", "rope_scaling", "head_dim"}
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
+_ROPE_DICTS = ("rope_parameters", "rope_scaling")
+_ROPE_NUMBERS = (
+    *("rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor", "partial_rotary_factor"),
+)
 _PER_LAYER_LISTS = ("layer_types", "no_rope_layers")
 _MAX_SIZE = 2**31 - 1
 _MAX_LAYERS = 4096
@@ -89,12 +94,17 @@ def construct_config(config_class: type[PretrainedConfig], fields: dict[str, Any
     head_dim = fields.get("head_dim")
     if head_dim is not None and type(head_dim) is not int:
         raise ArchError("head_dim", f"must be a whole number, not {head_dim!r}")
+    fields = copy.deepcopy(fields)  # the classes write into the dicts that they are given
+    for key in _ROPE_DICTS:
+        if fields.get(key) is not None:
+            fields[key] = _rope_numbers(key, fields[key])
     try:
-        # The classes write into the rope dicts that they are given.
-        return config_class(**copy.deepcopy(fields))
+        return config_class(**fields)
     except Exception as error:  # the config classes raise whatever their validators raise
         message = " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
         named = [key for key in fields if re.search(rf"\b{key}\b", message)]
+        if not named and "rope_parameters" in message:
+            named = [key for key in _ROPE_DICTS if fields.get(key) is not None]
         raise ArchError(named[0] if named else "", message) from error
 
 
@@ -178,6 +188,18 @@ def shorten(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
         if values.get(key) is not None:
             values[key] = values[key][:num_layers]
     return config_from_dict(values)
+
+
+def _rope_numbers(key: str, parameters: Any) -> dict[str, Any]:
+    """The RoPE parameters without numbers that are null, which is how files write "not given"; the classes trip over
+    them, and over what is no number."""
+    if not isinstance(parameters, dict):
+        raise ArchError(key, f"must be a table of RoPE parameters, not {parameters!r}")
+    for name in _ROPE_NUMBERS:
+        value = parameters.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ArchError(key, f"{name} must be a number, not {value!r}")
+    return {name: value for name, value in parameters.items() if value is not None or name not in _ROPE_NUMBERS}
 
 
 def _refuse_foreign(values: dict[str, Any], known: set[str]) -> None:

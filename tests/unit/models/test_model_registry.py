@@ -16,11 +16,16 @@ TINY: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
+FULL = ["full_attention"]
 IDS: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": 7, "pad_token_id": 3}
 
 
 def _build(tokenizer_length: int | None = 300, **arch: Any) -> PretrainedConfig:
     return build_config({**TINY, **arch}, tokenizer_length=tokenizer_length, special_ids=IDS)
+
+
+def _rope(rope_type: str, rope_theta: float = 1e4, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": rope_theta, **parameters}}
 
 
 def _model(config: PretrainedConfig, seq_len: int = 16, attn: str = "sdpa") -> None:
@@ -81,22 +86,59 @@ def test_fields_of_a_downloaded_config_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("key", "message", "arch"),
     [
-        ("rope_parameters", "not yarn", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}),
-        (
-            "rope_parameters",
-            "not linear",
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1.0}},
-        ),
         (
             "rope_parameters",
             "partial_rotary_factor",
             {"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}},
         ),
-        ("rope_parameters", "has no factor", {"rope_parameters": {"rope_theta": 1.0, "factor": 2.0}}),
+        ("rope_parameters", "the default RoPE has no factor", _rope("default", factor=2.0)),
+        ("rope_parameters", "dynamic is not implemented; it is one of default, linear", _rope("dynamic", factor=2.0)),
+        ("rope_parameters", "longrope is not implemented", _rope("longrope", short_factor=[1.0], long_factor=[2.0])),
+        ("rope_parameters", "proportional is not implemented", _rope("proportional")),
+        ("rope_parameters", "factor", _rope("linear")),
+        ("rope_parameters", "factor of the linear RoPE must be at least 1", _rope("linear", factor=0.5)),
+        ("rope_parameters", "factor must be a number", _rope("linear", factor=float("nan"))),
+        ("rope_parameters", "factor must be a number", _rope("linear", factor=True)),
+        ("rope_parameters", "the linear RoPE has no beta_fast", _rope("linear", factor=2.0, beta_fast=3.0)),
+        ("rope_parameters", "rope_theta must be above 0", _rope("default", rope_theta=0.0)),
+        ("rope_parameters", "low_freq_factor", _rope("llama3", factor=2.0, high_freq_factor=4.0)),
+        ("rope_parameters", "low_freq_factor", _rope("llama3", factor=2.0, high_freq_factor=4.0, low_freq_factor=None)),
+        (
+            "rope_parameters",
+            "high_freq_factor above low_freq_factor",
+            _rope("llama3", factor=2.0, high_freq_factor=1.0, low_freq_factor=1.0),
+        ),
+        ("rope_parameters", "low_freq_factor must be a number, not 'one'", _rope("llama3", low_freq_factor="one")),
+        ("rope_scaling", "must be a table of RoPE parameters, not 'yarn'", {"rope_scaling": "yarn"}),
+        ("rope_scaling", "Missing required keys.*factor", {"rope_scaling": {"type": "yarn", "factor": None}}),
+        ("rope_parameters", "beta_fast not below beta_slow", _rope("yarn", factor=2.0, beta_fast=0.5)),
+        ("rope_parameters", "attention_factor above 0", _rope("yarn", factor=2.0, attention_factor=0.0)),
+        ("rope_parameters", "the yarn RoPE has no low_freq_factor", _rope("yarn", factor=2.0, low_freq_factor=1.0)),
+        (
+            "rope_parameters",
+            "each layer type",
+            {"model_type": "qwen3", "head_dim": 8, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+        ),
         ("hidden_act", "only silu", {"hidden_act": "gelu"}),
         ("attention_dropout", "0.1", {"attention_dropout": 0.1}),
         ("num_key_value_heads", "not a multiple of 3", {"num_key_value_heads": 3}),
         ("head_dim", "even", {"head_dim": 7}),
+        ("pretraining_tp", "only 1", {"pretraining_tp": 2}),
+        ("chunk_size_feed_forward", "only 0", {"chunk_size_feed_forward": 2}),
+        ("sliding_window", "8 is shorter than seq_len = 16", {"model_type": "mistral", "sliding_window": 8}),
+        ("sliding_window", "need its length", {"model_type": "smollm3", "use_sliding_window": True}),
+        (
+            "sliding_window",
+            "15 is shorter than seq_len = 16",
+            {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 15, "no_rope_layers": [0]},
+        ),
+        (
+            "sliding_window",
+            "15 is shorter than seq_len = 16",
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 15, "max_window_layers": 0},
+        ),
+        ("no_rope_layers", "a 0 or 1 for each", {"model_type": "smollm3", "no_rope_layers": [2]}),
+        ("no_rope_layers", "a 0 or 1 for each", {"model_type": "smollm3", "no_rope_layers": [], "layer_types": FULL}),
         ("layer_types", "chunked", {"model_type": "qwen3", "layer_types": ["chunked_attention"]}),
         (
             "sliding_window",
@@ -111,6 +153,10 @@ def test_what_is_not_implemented_is_refused(key, message, arch) -> None:
 
 def test_windows_that_never_cut_are_accepted() -> None:
     _model(_build(model_type="qwen3", use_sliding_window=True, sliding_window=16, max_window_layers=0))
+    _model(_build(model_type="qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1))
+    _model(_build(model_type="mistral", sliding_window=16))
+    _model(_build(model_type="mistral", sliding_window=None), seq_len=64)
+    _model(_build(model_type="smollm3", sliding_window=8))
     _model(_build(max_position_embeddings=8), seq_len=64)
 
 
