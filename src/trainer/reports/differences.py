@@ -85,7 +85,7 @@ class Comparison:
 
     a: RecordedRun
     b: RecordedRun
-    config: dict[str, tuple[Any, Any]] | None
+    config: dict[str, tuple[Any, ...]] | None
     """Values by full key where they differ, ABSENT where a run has no such key. None: not compared."""
 
     metrics: list[MetricComparison]
@@ -146,21 +146,25 @@ def compare(a: RecordedRun, b: RecordedRun, *, rtol: float, with_config: bool) -
     )
 
 
-def config_differences(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Values by full key where two configs differ, less what only says where a run lies."""
-    flat_a, flat_b = flatten(a), flatten(b)
+def config_differences(*configs: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Values by full key where configs differ, in their order, less what only says where a run lies. ABSENT stands for
+    a key that a config does not have."""
+    flat = [flatten(config) for config in configs]
     found = {}
-    for key in dict.fromkeys([*flat_a, *flat_b]):
+    for key in dict.fromkeys(key for one in flat for key in one):
         if key in _OF_THE_FOLDER or key.startswith("resume."):
             continue
-        pair = flat_a.get(key, ABSENT), flat_b.get(key, ABSENT)
-        if set(map(repr, pair)) == {repr(None), repr(ABSENT)}:
-            # A key that came with a later version, not set.
-            continue
-        # As text too: NaN differs from itself.
-        if pair[0] != pair[1] and repr(pair[0]) != repr(pair[1]):
-            found[key] = pair
+        values = tuple(one.get(key, ABSENT) for one in flat)
+        if not all(_same(values[0], value) for value in values[1:]):
+            found[key] = values
     return found
+
+
+def _same(a: Any, b: Any) -> bool:
+    # A key that came with a later version and is not set is no setting.
+    a, b = (None if value is ABSENT else value for value in (a, b))
+    # As text too: NaN differs from itself.
+    return a == b or repr(a) == repr(b)
 
 
 def _shared_order(a: MetricsFile, b: MetricsFile) -> Iterator[str]:
