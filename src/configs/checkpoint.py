@@ -23,6 +23,10 @@ class CheckpointConfig(BaseConfig):
     async_save: bool = True
     """Write in the background while training goes on."""
 
+    weights: bool = False
+    """Also write the weights of every checkpoint to <run_dir>/weights/step_N, as a Hugging Face folder in the dtype of
+    the forward pass. They go when their checkpoint goes."""
+
     skip_optimizer: bool = False
     """On resume: start with empty optimizer moments."""
 

@@ -5,15 +5,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from configs.checkpoint import CheckpointConfig
+from configs.sft import SFTConfig
+from models.registry import config_to_dict
+from trainer.checkpoint import ModelRecord
 from trainer.data.loader import RowLoader
 from trainer.hooks import Hook
 from trainer.nan_guard import NanGuard, SpikeMeter
 from trainer.optim.adamw import AdamW
 from trainer.parallel.data_parallel import GradSync
 
-STATE_KEYS = ("progress", "data", "guard", "spikes", "hooks", "wandb_id", "metrics")
+STATE_KEYS = ("progress", "data", "guard", "spikes", "hooks", "wandb_id", "metrics", "model")
 """What the state of a checkpoint holds."""
 
 
@@ -29,6 +33,15 @@ class Progress:
     num_tokens: int = 0
     num_loss_tokens: int = 0
     num_padding_tokens: int = 0
+
+
+def model_record(config: SFTConfig, model_config: PretrainedConfig, *, has_tokenizer: bool) -> ModelRecord:
+    """What checkpoints say about the model, so that they can be exported."""
+    return ModelRecord(
+        config=config_to_dict(model_config),
+        tokenizer=config.tokenizer_name if has_tokenizer else None,
+        compute_dtype=config.model.resolved_compute_dtype,
+    )
 
 
 class TrainState:

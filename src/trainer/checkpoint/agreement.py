@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from trainer.errors import RunError
+from trainer.errors import PeerError, RunError
 from trainer.parallel.mesh import Mesh
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ def agree(mesh: Mesh, action: Callable[[], T]) -> list[T]:
         Its results, by rank.
 
     Raises:
-        RunError: on every rank, when it failed on any.
+        RunError: on every rank, when it failed on any; a PeerError where the failure is another's alone.
     """
     result: T | None = None
     failure: BaseException | None = None
@@ -38,14 +38,14 @@ def agree(mesh: Mesh, action: Callable[[], T]) -> list[T]:
         try:
             dist.all_gather_object(gathered, answer, group=mesh.host_group)
         except RuntimeError as error:
-            raise RunError(f"another rank ended or does not answer ({describe(error)})") from error
+            raise PeerError(f"another rank ended or does not answer ({describe(error)})") from error
         answers = gathered
     if failure is not None and not isinstance(failure, NAMED_ERRORS):
         raise failure
     # Ranks that share a disk tell the same story; once is enough.
     texts = list(dict.fromkeys(text for _, text in answers if text is not None))
     if texts:
-        raise RunError("; ".join(texts)) from failure
+        raise (PeerError if failure is None else RunError)("; ".join(texts)) from failure
     return [result for result, _ in answers]  # type: ignore[misc]
 
 

@@ -1,78 +1,93 @@
 """Saving and loading on all ranks; see docs/checkpoints.md for the commit protocol."""
 
 import json
+import logging
 import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from configs.checkpoint import CheckpointConfig
+from configs.errors import ConfigError
 from trainer.checkpoint.agreement import agree
+from trainer.checkpoint.export import DTYPES, MODEL_PREFIX
+from trainer.checkpoint.fits import check_fits
 from trainer.checkpoint.folder import (
     FOLDER_NAME,
     commit,
+    find_checkpoint,
     make_empty,
     prepare,
     prune,
-    read_manifest,
     require_space,
     step_path,
-    sync,
 )
-from trainer.checkpoint.safe_reader import METADATA_NAME, DamagedError, SafeReader, read_metadata
+from trainer.checkpoint.manifest import FileRecord, file_records, read_manifest, wrong_content
+from trainer.checkpoint.model_record import ModelRecord
+from trainer.checkpoint.safe_reader import DamagedError, SafeReader
 from trainer.checkpoint.staging import Stager
+from trainer.checkpoint.tensor_writer import checkpoint_size, write_tensors
+from trainer.checkpoint.weights_folder import WeightsFolder, discard_weights, weights_size
 from trainer.errors import RunError
 from trainer.parallel.mesh import Mesh
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
 class Checkpointer:
-    """Saves and loads one run's checkpoints. `save`, `wait`, `load`, `check_space` are collective: every rank calls
-    them, in the same order, and all raise when one fails."""
+    """Saves and loads one run's checkpoints. All methods but `due` and `close` are collective: every rank calls them,
+    in the same order, and all raise when one fails."""
 
-    def __init__(self, run_dir: Path, config: CheckpointConfig | None, mesh: Mesh) -> None:
+    def __init__(
+        self, run_dir: Path, config: CheckpointConfig | None, mesh: Mesh, model: ModelRecord | None = None
+    ) -> None:
         """
         Args:
             run_dir: checkpoints lie in its subfolder `checkpoints`, on storage that all ranks share.
-            config: None: nothing is saved; `load` works.
+            config: None: nothing is saved; `find` and `load` work.
             mesh: collectives use its `host_group` only, so that the writer's thread meets none of the step's.
+            model: stored with every checkpoint as `model` of its state; `ckpt.weights` needs it.
         """
+        self._run_dir = run_dir
         self._folder = run_dir / FOLDER_NAME
         self._config = config
         self._mesh = mesh
+        self._model = model
         self._stager = Stager(mesh.device)
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
         self._committed: set[int] = set()
         """Steps written by this object, since the step it last loaded."""
+        self._found: Path | None = None
+        """The checkpoint whose content `find` has just checked."""
+        self._weights: WeightsFolder | None = None
+        """On rank 0, with `ckpt.weights`."""
         # One process is how a small run works, not something to warn about.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         if config is not None:
-            self._agree(self._on_rank_0(lambda: prepare(self._folder)))
+            self._agree(self._on_rank_0(self._prepare))
 
     def due(self, step: int) -> bool:
         """Whether the weights after `step` steps are to be saved. The last step's are, whatever this says."""
         interval = None if self._config is None else self._config.interval
         return interval is not None and step > 0 and step % interval == 0
 
-    def check_space(self, num_bytes: int) -> None:
-        """Check at start that one checkpoint of `num_bytes` fits (`checkpoint_size`).
+    def check_space(self, tensors: Mapping[str, Tensor]) -> None:
+        """Check at start that one checkpoint of `tensors` fits, with its weights if `ckpt.weights` asks for them.
 
         Raises:
             RunError: it does not.
         """
+        num_bytes = self._size(tensors)
         self._agree(lambda: require_space(self._folder, num_bytes))
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -89,19 +104,34 @@ class Checkpointer:
         """
         config = self._saving_config()
         self.wait()
-        size = checkpoint_size(tensors, self._mesh.world_size)
+        size = self._size(tensors)
         if self._agree(lambda: self._is_saved_or_fits(step, size))[0]:
             return
         staged = self._stager.stage(tensors)
-        frozen_state = json.loads(json.dumps(state))
+        model = {} if self._model is None else {"model": self._model.to_json()}
+        frozen_state = json.loads(json.dumps({**state, **model}))
         if config.async_save:
-            # A daemon: it must not outlive a run that dies.
-            self._writer = threading.Thread(
-                target=self._write_and_keep_error, args=(step, staged, frozen_state), name="checkpoint", daemon=True
-            )
-            self._writer.start()
+            self._in_background(lambda: self._write(step, staged, frozen_state))
         else:
             self._write(step, staged, frozen_state)
+
+    def make_up_weights(self, path: Path) -> None:
+        """With `ckpt.weights`: write the weights of a checkpoint of this run whose run was killed before it could.
+
+        In the background: until `wait`, no other thread may use `mesh.host_group`.
+        """
+        self.wait()
+        config = self._config
+        if config is None or not config.weights or path.resolve().parent != self._folder.resolve():
+            return
+        step = int(read_manifest(path)["step"])
+        weights = self._weights
+        if not any(self._agree(lambda: weights is not None and not weights.has(step))):
+            return
+        if config.async_save:
+            self._in_background(lambda: self._write_weights(step))
+        else:
+            self._write_weights(step)
 
     def wait(self) -> None:
         """Return when the last save is committed.
@@ -116,11 +146,34 @@ class Checkpointer:
         if error is not None:
             raise error
 
+    def find(self, run_dir: Path, *, step: int | None = None, at_most: int | None = None) -> Path:
+        """`find_checkpoint`, and the content of what it finds: each rank reads a share of the files.
+
+        Rank 0 alone looks: another node may not see the newest folder of shared storage yet.
+
+        Raises:
+            RunError: there is none, or the one asked for is missing or damaged.
+        """
+        self.wait()
+        while True:
+            bound = at_most
+            path = self._agree(lambda: self._look(run_dir, step, bound))[0]  # noqa: B023
+            assert path is not None, "rank 0 has looked"
+            reason = self._wrong_content(path)
+            if reason is None:
+                self._found = path
+                return path
+            if step is not None:
+                raise RunError(f"checkpoint {path} is damaged: {reason}")
+            if self._mesh.rank == 0:
+                logger.warning("checkpoint %s is damaged and passed over: %s", path, reason)
+            at_most = int(path.name.removeprefix("step_")) - 1
+
     def load(self, path: Path, tensors: Mapping[str, Tensor], *, ignore: tuple[str, ...] = ()) -> None:
         """Fill `tensors` in place from the checkpoint at `path`, written by any number of ranks.
 
         Args:
-            path: from `find_checkpoint`.
+            path: from `find`, or `find_checkpoint`.
             tensors: the same names on every rank; plain tensors or DTensors, on any device.
             ignore: names with these beginnings may be in the checkpoint only ("optimizer.", say).
 
@@ -131,6 +184,10 @@ class Checkpointer:
         self.wait()
         checked: list[Metadata] = []
         self._agree(lambda: checked.append(check_fits(path, tensors, ignore)))
+        found, self._found = self._found, None
+        reason = None if found == path else self._wrong_content(path)
+        if reason is not None:
+            raise RunError(f"checkpoint {path} cannot be loaded: {reason}")
 
         def read() -> None:
             load_tensors(
@@ -164,23 +221,59 @@ class Checkpointer:
         require_space(self._folder, num_bytes)
         return False
 
-    def _write_and_keep_error(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    def _prepare(self) -> None:
+        prepare(self._folder)
+        if self._saving_config().weights:
+            if self._model is None:
+                raise ValueError("ckpt.weights without a ModelRecord")
+            self._weights = WeightsFolder(self._run_dir, self._model)
+
+    def _size(self, tensors: Mapping[str, Tensor]) -> int:
+        size = checkpoint_size(tensors, self._mesh.world_size)
+        if self._config is not None and self._config.weights and self._model is not None:
+            count = sum(tensor.numel() for name, tensor in tensors.items() if name.startswith(MODEL_PREFIX))
+            size += weights_size(count, DTYPES[self._model.export_dtype].itemsize)
+        return size
+
+    def _look(self, run_dir: Path, step: int | None, at_most: int | None) -> Path | None:
+        if self._mesh.rank != 0:
+            return None
         try:
-            self._write(step, tensors, state)
-        except BaseException as error:  # raised by the next `wait`, in the thread that can end the run
-            self._error = error
+            return find_checkpoint(run_dir, step, logger.warning, at_most=at_most)
+        except ConfigError as error:
+            raise RunError(error.faults[0].message) from error
+
+    def _wrong_content(self, path: Path) -> str | None:
+        """What is wrong with the content of any file, on every rank; each reads its share."""
+
+        def read_share() -> str | None:
+            try:
+                files = sorted(file_records(read_manifest(path)).items())
+            except DamagedError as error:
+                return str(error)
+            return wrong_content(path, dict(files[self._mesh.rank :: self._mesh.world_size]))
+
+        return next((reason for reason in self._agree(read_share) if reason is not None), None)
+
+    def _in_background(self, work: Callable[[], None]) -> None:
+        def keep_error() -> None:
+            try:
+                work()
+            except BaseException as error:  # raised by the next `wait`, in the thread that can end the run
+                self._error = error
+
+        # A daemon: it must not outlive a run that dies.
+        self._writer = threading.Thread(target=keep_error, name="checkpoint", daemon=True)
+        self._writer.start()
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         config = self._saving_config()
-        final = step_path(self._folder, step)
         temporary = self._folder / f".step_{step}.tmp"
         try:
             # Agreed before anyone writes: another rank must not write into a folder that rank 0 still clears.
             self._agree(self._on_rank_0(lambda: make_empty(temporary)))
-            files = _merge(self._agree(lambda: self._write_tensors(temporary, tensors)))
-            self._agree(
-                self._on_rank_0(lambda: commit(temporary, final, step=step, state=state, files=files)),
-            )
+            files = _merge(self._agree(lambda: write_tensors(temporary, tensors, self._mesh)))
+            self._agree(self._on_rank_0(lambda: self._commit(temporary, step, state, files)))
         except RunError as error:
             if self._mesh.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # a full disk should not stay full of it
@@ -189,27 +282,29 @@ class Checkpointer:
                 "earlier checkpoints are as they were"
             ) from error
         self._committed.add(step)
+        if config.weights:
+            self._write_weights(step)
         if self._mesh.rank == 0:
-            prune(self._folder, step, keep_last=config.keep_last, keep_interval=config.keep_interval)
+            prune(
+                self._folder,
+                step,
+                keep_last=config.keep_last,
+                keep_interval=config.keep_interval,
+                on_removal=partial(discard_weights, self._run_dir),
+            )
 
-    def _write_tensors(self, temporary: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
-        """Write this rank's part of the tensors to disk.
+    def _commit(self, temporary: Path, step: int, state: dict[str, Any], files: Mapping[str, FileRecord]) -> None:
+        # Those of an earlier attempt are of other weights than the checkpoint about to take the step's name.
+        discard_weights(self._run_dir, step)
+        commit(temporary, step_path(self._folder, step), step=step, state=state, files=files)
 
-        Returns:
-            Size in bytes of each file this rank wrote: it knows, where another node's view may be stale.
-        """
-        save_tensors(
-            dict(tensors),
-            storage_writer=_Writer(temporary),
-            process_group=self._mesh.host_group,
-            no_dist=self._mesh.host_group is None,
-        )
-        paths = list(temporary.glob(f"__{self._mesh.rank}_*"))
-        if self._mesh.rank == 0:
-            paths.append(temporary / METADATA_NAME)
-        for path in paths:
-            sync(path)
-        return {path.name: path.stat().st_size for path in paths}
+    def _write_weights(self, step: int) -> None:
+        """Export the committed checkpoint of `step`, on rank 0; the others wait, so that all fail together."""
+        weights, path = self._weights, step_path(self._folder, step)
+        try:
+            self._agree(lambda: None if weights is None else weights.write(path))
+        except RunError as error:
+            raise RunError(f"ckpt.weights of step {step}: {error}; its checkpoint is written") from error
 
     def _on_rank_0(self, action: Callable[[], None]) -> Callable[[], None]:
         return action if self._mesh.rank == 0 else lambda: None
@@ -218,86 +313,5 @@ class Checkpointer:
         return agree(self._mesh, action)
 
 
-class _Writer(FileSystemWriter):
-    def __init__(self, path: Path) -> None:
-        # The library's own sync does not flush first before torch 2.15, so files are synced after they are closed.
-        # Nothing to copy ahead: the tensors are on the CPU, and the CUDA stream belongs to the training thread.
-        super().__init__(path, sync_files=False, per_thread_copy_ahead=0)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            # torch's zip writer fails once more when it closes a file on a full disk, and hides the reason.
-            cause: BaseException | None = error
-            while cause is not None:
-                if isinstance(cause, OSError):
-                    raise cause from None
-                cause = cause.__cause__ or cause.__context__
-            raise
-
-
-def checkpoint_size(tensors: Mapping[str, Tensor], world_size: int) -> int:
-    """Bytes that a checkpoint of `tensors` (plain or DTensors, global sizes) takes on disk, rounded up.
-
-    Each stored shard is a zip file of its own, 1 to 2 KiB more than its numbers.
-    """
-    content = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return content + 2048 * len(tensors) * world_size + 2**20
-
-
-def _merge(parts: Iterable[dict[str, int]]) -> dict[str, int]:
-    return {name: size for part in parts for name, size in part.items()}
-
-
-def check_fits(path: Path, tensors: Mapping[str, Tensor], ignore: tuple[str, ...] = ()) -> Metadata:
-    """See whether a checkpoint could be loaded, without reading tensors.
-
-    Args:
-        path: from `find_checkpoint`.
-        tensors: as in `Checkpointer.load`; they may lie on the meta device.
-        ignore: names with these beginnings may be in the checkpoint only.
-
-    Returns:
-        Where each of its tensors lies.
-
-    Raises:
-        RunError: it is damaged or not safe, or names, shapes or dtypes differ.
-    """
-    try:
-        read_manifest(path)
-        metadata = read_metadata(path)
-    except DamagedError as error:
-        raise RunError(f"checkpoint {path} cannot be loaded: {error}") from error
-    stored = metadata.state_dict_metadata
-    differences = [
-        *_list("missing in the checkpoint", [name for name in tensors if name not in stored]),
-        *_list(
-            "in the checkpoint only", [name for name in stored if name not in tensors and not name.startswith(ignore)]
-        ),
-        *_list("different", [text for name in tensors if (text := _difference(name, tensors[name], stored))]),
-    ]
-    if differences:
-        raise RunError(f"checkpoint {path} does not fit this run: {'; '.join(differences)}")
-    return metadata
-
-
-def _difference(name: str, tensor: Tensor, stored: Mapping[str, Any]) -> str | None:
-    entry = stored.get(name)
-    if not isinstance(entry, TensorStorageMetadata):
-        return None  # missing: listed as that
-    saved, wanted = (tuple(entry.size), entry.properties.dtype), (tuple(tensor.shape), tensor.dtype)
-    if saved == wanted:
-        return None
-    return f"{name} is {saved[0]} {_dtype(saved[1])}, this run has {wanted[0]} {_dtype(wanted[1])}"
-
-
-def _dtype(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _list(kind: str, names: list[str], most: int = 5) -> list[str]:
-    if not names:
-        return []
-    more = [f"and {len(names) - most} more"] if len(names) > most else []
-    return [f"{kind}: {', '.join(names[:most] + more)}"]
+def _merge(parts: Iterable[dict[str, FileRecord]]) -> dict[str, FileRecord]:
+    return {name: record for part in parts for name, record in part.items()}

@@ -4,13 +4,12 @@ checkpoints/
   step_200/            whole, or damaged later; never half-written
     __0_0.distcp       tensors, one file per rank
     .metadata          where each tensor lies
-    state.json         everything else, and the size of every file
+    state.json         everything else, and size and checksum of every file
   .step_300.tmp/       being written
   .step_200.old/       being replaced by a new step_200, put back if that does not happen
   .step_100.gone/      being removed
 """
 
-import json
 import logging
 import os
 import re
@@ -21,14 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import ConfigError
-from trainer.checkpoint.safe_reader import DamagedError, read_metadata
+from trainer.checkpoint.manifest import STATE_NAME, STEP_NAME, FileRecord, read_checkpoint, write_manifest
+from trainer.checkpoint.safe_reader import DamagedError
 from trainer.errors import RunError
 
 FOLDER_NAME = "checkpoints"
-STATE_NAME = "state.json"
-FORMAT_VERSION = 1
 
-_STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
 _LEFTOVER_NAME = re.compile(r"\.step_\d+\.(tmp|old|gone)")
 
 logger = logging.getLogger(__name__)
@@ -43,12 +40,14 @@ def list_steps(folder: Path) -> list[int]:
     """Steps of the checkpoints in `folder`, ascending by number; damaged ones included, half-written ones not."""
     if not folder.is_dir():
         return []
-    matches = (_STEP_NAME.fullmatch(path.name) for path in folder.iterdir())
+    matches = (STEP_NAME.fullmatch(path.name) for path in folder.iterdir())
     return sorted(int(match[1]) for match in matches if match)
 
 
-def find_checkpoint(run_dir: Path, step: int | None, say: Callable[[str], None], *, at_most: int | None = None) -> Path:
-    """The checkpoint to resume from.
+def find_checkpoint(
+    run_dir: Path, step: int | None, say: Callable[[str], None], *, at_most: int | None = None, repair: bool = True
+) -> Path:
+    """The checkpoint to resume from. The content of its tensors is not checked: see `wrong_content`.
 
     Args:
         run_dir: the run that wrote it.
@@ -56,12 +55,15 @@ def find_checkpoint(run_dir: Path, step: int | None, say: Callable[[str], None],
         say: told about each damaged one that is passed over.
         at_most: look at no later steps. A run that goes back needs this: what lies ahead of it in the folder is of an
             earlier attempt.
+        repair: put a checkpoint back that a killed run left half-way through its replacement. Not for readers of a run
+            that may be alive: its writer would stumble.
 
     Raises:
         ConfigError: there is none, or the one asked for is missing or damaged.
     """
     folder = run_dir / FOLDER_NAME
-    _put_back_replaced(folder)
+    if repair:
+        _put_back_replaced(folder)
     steps = [found for found in list_steps(folder) if at_most is None or found <= at_most]
     if not steps:
         bound = "" if at_most is None else f" up to step {at_most}"
@@ -96,54 +98,10 @@ def _name(steps: list[int], most: int = 20) -> str:
 def damage(path: Path) -> str | None:
     """Why the checkpoint at `path` cannot be loaded, or None when it is whole."""
     try:
-        read_manifest(path)
-        read_metadata(path)
+        read_checkpoint(path)
     except DamagedError as error:
         return str(error)
     return None
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """What `Checkpointer.save` was given as state.
-
-    Raises:
-        RunError: the checkpoint is damaged.
-    """
-    try:
-        return read_manifest(path)["state"]
-    except DamagedError as error:
-        raise RunError(f"checkpoint {path} cannot be loaded: {error}") from error
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The content of `state.json`, after a look at the size of every file it lists.
-
-    Raises:
-        DamagedError: it cannot be read, or a file is missing or of another size.
-    """
-    try:
-        manifest = json.loads((path / STATE_NAME).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise DamagedError(f"{STATE_NAME} is missing") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise DamagedError(f"{STATE_NAME} cannot be read ({error})") from error
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("state"), dict):
-        raise DamagedError(f"{STATE_NAME} is not of the known format")
-    if manifest.get("format") != FORMAT_VERSION:
-        raise DamagedError(f"{STATE_NAME} has format {manifest.get('format')!r}; this version reads {FORMAT_VERSION}")
-    match = _STEP_NAME.fullmatch(path.name)
-    if match and int(match[1]) != manifest.get("step"):
-        raise DamagedError(f"{STATE_NAME} is of step {manifest.get('step')!r}")
-    if not isinstance(manifest.get("files"), dict):
-        raise DamagedError(f"{STATE_NAME} does not list the files")
-    for name, size in manifest["files"].items():
-        try:
-            found = (path / name).stat().st_size
-        except (OSError, ValueError) as error:  # ValueError: no possible name
-            raise DamagedError(f"{name} is missing") from error
-        if found != size:
-            raise DamagedError(f"{name} has {found} bytes instead of {size}")
-    return manifest
 
 
 def prepare(folder: Path) -> None:
@@ -171,17 +129,16 @@ def make_empty(path: Path) -> None:
     path.mkdir()
 
 
-def commit(temporary: Path, final: Path, *, step: int, state: dict[str, Any], files: Mapping[str, int]) -> None:
+def commit(temporary: Path, final: Path, *, step: int, state: dict[str, Any], files: Mapping[str, FileRecord]) -> None:
     """Complete the written folder and give it its name. Killed at any moment, no folder of that name is half-written.
 
     Args:
         temporary: holds the tensors, already on disk.
         final: the name that says that the checkpoint is whole.
         state: everything that is no tensor, JSON-able.
-        files: size in bytes of every file of tensors.
+        files: every file of tensors.
     """
-    manifest = {"format": FORMAT_VERSION, "step": step, "files": dict(sorted(files.items())), "state": state}
-    (temporary / STATE_NAME).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    write_manifest(temporary, step=step, state=state, files=files)
     sync(temporary / STATE_NAME)
     sync(temporary)
     if final.exists():
@@ -203,12 +160,21 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def prune(folder: Path, step: int, *, keep_last: int | None, keep_interval: int | None) -> None:
+def prune(
+    folder: Path,
+    step: int,
+    *,
+    keep_last: int | None,
+    keep_interval: int | None,
+    on_removal: Callable[[int], None] = lambda step: None,
+) -> None:
     """Remove old checkpoints after that of `step` was committed.
 
     Kept are the newest `keep_last` whole ones up to `step`, multiples of `keep_interval`, and all later ones (of a
     run that was resumed from further back: they are not this run's to judge). A damaged one does not count, so that
     `keep_last` can be relied on, and goes only once it is older than all that do.
+
+    `on_removal` is told the step of each one that goes, before it does, and removes what belongs to it.
 
     A checkpoint that cannot be removed is no reason to end a training: that is logged, and tried again next time.
     """
@@ -216,6 +182,7 @@ def prune(folder: Path, step: int, *, keep_last: int | None, keep_interval: int 
         if keep_last is not None:
             for old in _superseded([other for other in list_steps(folder) if other <= step], folder, keep_last):
                 if keep_interval is None or old % keep_interval:
+                    on_removal(old)
                     # Renamed first: killed in the removal, nothing is left that looks like a damaged checkpoint.
                     _hide(step_path(folder, old), "gone")
         for path in list(folder.glob(".step_*.gone")):
@@ -241,12 +208,13 @@ def _hide(path: Path, suffix: str) -> Path:
     return path.rename(hidden)
 
 
-def require_space(folder: Path, num_bytes: int) -> None:
-    """Check that a checkpoint fits.
+def require_space(folder: Path, num_bytes: int, what: str = "a checkpoint") -> None:
+    """Check that something fits.
 
     Args:
         folder: where it will lie; need not exist yet.
         num_bytes: its size.
+        what: it is, for the message.
 
     Raises:
         RunError: it does not.
@@ -255,7 +223,7 @@ def require_space(folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < num_bytes:
         raise RunError(
-            f"not enough disk space for a checkpoint in {folder}: it needs {_size(num_bytes)}, free are {_size(free)}"
+            f"not enough disk space for {what} in {folder}: it needs {_size(num_bytes)}, free are {_size(free)}"
         )
 
 

@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 METADATA_NAME = ".metadata"
-_FILE_NAME = re.compile(r"__\d+_\d+\.distcp")
+FILE_NAME = re.compile(r"__[0-9]+_[0-9]+\.distcp")
+"""Names of the files of tensors: nothing that could lie in another folder."""
 
 
 class DamagedError(Exception):
@@ -103,7 +104,7 @@ def _check_metadata(path: Path, metadata: Metadata) -> None:
     sizes = {}
     for index, info in metadata.storage_data.items():
         name = info.relative_path
-        if not _FILE_NAME.fullmatch(name):
+        if not FILE_NAME.fullmatch(name):
             raise DamagedError(f"refused: {METADATA_NAME} points at {name!r}, which is no file of a checkpoint")
         if info.transform_descriptors:
             raise DamagedError(f"refused: {index.fqn} is stored with {info.transform_descriptors}, not as a tensor")

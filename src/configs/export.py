@@ -1,0 +1,65 @@
+"""The config of `export-hf`: `ExportConfig`."""
+
+import re
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from configs.base import BaseConfig
+from configs.errors import Fault
+from configs.sft import TokenizerConfig
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class ExportConfig(BaseConfig):
+    """Write a checkpoint as a Hugging Face folder: safetensors, config, tokenizer."""
+
+    positional: ClassVar[str | None] = "checkpoint"
+
+    checkpoint: Path
+    """A checkpoint (`.../checkpoints/step_N`), or a run directory: then its newest whole one, or that of `--step`."""
+
+    step: int | None = Field(default=None, ge=0)
+    """Step of the checkpoint, where a run directory is given."""
+
+    output_dir: Path | None = None
+    """Folder to write. Unset: <run_dir>/exports/step_N."""
+
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    """Dtype of the weights. Unset: that in which the run computed, as a rule bfloat16; the master weights are float32."""
+
+    max_shard_size: str = "5GB"
+    """Larger models are cut into files of at most this many bytes: a number with KB, MB, GB, TB, KiB, MiB, GiB or
+    without unit."""
+
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """Tokenizer to write beside the weights. Unset: that of the run."""
+
+    clean: bool = False
+    """Replace the folder if it is there and holds an earlier export."""
+
+    @property
+    def max_shard_bytes(self) -> int:
+        """`max_shard_size` as a number."""
+        return _bytes_of(self.max_shard_size) or 0
+
+    def table_faults(self) -> list[Fault]:
+        if not _bytes_of(self.max_shard_size):
+            message = f"{self.max_shard_size!r} is no size; write a number of at least 1 and a unit: 5GB, 500MB, 2GiB"
+            return [Fault(key="max_shard_size", message=message)]
+        return []
+
+    def run_faults(self) -> list[Fault]:
+        if not self.checkpoint.is_dir():
+            what = "is not a folder" if self.checkpoint.exists() else "does not exist"
+            return [Fault(key="checkpoint", message=f"{self.checkpoint} {what}")]
+        return []
+
+
+def _bytes_of(text: str) -> int | None:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS:
+        return None
+    return int(float(match[1]) * _UNITS[match[2].upper()])

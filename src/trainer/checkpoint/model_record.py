@@ -1,0 +1,47 @@
+"""What a checkpoint says about its model, so that it can be exported without the config of the run."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from trainer.errors import RunError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRecord:
+    """The value of `model` in the state of a checkpoint."""
+
+    config: dict[str, Any]
+    """Its Hugging Face config as JSON values, `model_type` included."""
+
+    tokenizer: str | None
+    """Name of the run's tokenizer, None when it had none."""
+
+    compute_dtype: str
+    """"bfloat16", "float16", "float32" or "float64": that of the forward pass."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "ModelRecord":
+        """From the state of a checkpoint.
+
+        Raises:
+            RunError: it does not say.
+        """
+        values = state.get("model")
+        if not isinstance(values, dict) or set(values) != {field.name for field in fields(cls)}:
+            raise RunError("state.json does not say which model it is of: written by another version, or by a test")
+        record = cls(**values)
+        known = isinstance(record.config, dict) and isinstance(record.config.get("model_type"), str)
+        if not known or not isinstance(record.tokenizer, str | None):
+            raise RunError("state.json describes its model in an unknown form")
+        return record
+
+    def to_json(self) -> dict[str, Any]:
+        """For the state of a checkpoint."""
+        return asdict(self)
+
+    @property
+    def export_dtype(self) -> str:
+        """Dtype of exported weights unless another is asked for: that of the forward pass; fp32 for fp64 runs, since
+        no user of an export computes in fp64."""
+        return "float32" if self.compute_dtype == "float64" else self.compute_dtype

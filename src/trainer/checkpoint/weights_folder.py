@@ -1,0 +1,71 @@
+"""`<run_dir>/weights`: with `ckpt.weights`, each checkpoint's weights as a Hugging Face folder beside it.
+
+weights/
+  step_200/        whole; goes together with checkpoints/step_200
+  .step_300.tmp/   being written
+  .step_100.gone/  being removed
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+from trainer.checkpoint.export import plan_export, write_export
+from trainer.checkpoint.folder import step_path
+from trainer.checkpoint.model_record import ModelRecord
+from trainer.weights.tokenizer_files import TokenizerFiles, read_tokenizer
+
+FOLDER_NAME = "weights"
+
+_LEFTOVER_NAME = re.compile(r"\.step_[0-9]+\.(tmp|gone)")
+
+
+class WeightsFolder:
+    """Writes and removes the folders. On rank 0 only."""
+
+    def __init__(self, run_dir: Path, record: ModelRecord) -> None:
+        """Reads the tokenizer and clears what a killed run left.
+
+        Args:
+            run_dir: of the run.
+            record: its model.
+
+        Raises:
+            ConfigError: the tokenizer cannot be read.
+        """
+        self._folder = run_dir / FOLDER_NAME
+        # Now, since it takes the interpreter lock: in the background of a step it would be felt.
+        self._tokenizer: TokenizerFiles | None = read_tokenizer(record.tokenizer) if record.tokenizer else None
+        for path in list(self._folder.glob(".step_*")):
+            if _LEFTOVER_NAME.fullmatch(path.name):
+                shutil.rmtree(path)
+
+    def has(self, step: int) -> bool:
+        """The weights of `step` are there, whole."""
+        return step_path(self._folder, step).is_dir()
+
+    def write(self, checkpoint: Path) -> None:
+        """Export a committed checkpoint.
+
+        Raises:
+            RunError: it cannot be written; the checkpoint is as it was.
+        """
+        export = plan_export(checkpoint, None)
+        write_export(export, step_path(self._folder, export.step), self._tokenizer)
+
+
+def discard_weights(run_dir: Path, step: int) -> None:
+    """Remove the weights of `step`, if there are any. Killed at any moment, none that look whole are left damaged."""
+    path = step_path(run_dir / FOLDER_NAME, step)
+    if not path.is_dir():
+        return
+    hidden = path.with_name(f".{path.name}.gone")
+    if hidden.exists():
+        shutil.rmtree(hidden)
+    path.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def weights_size(num_elements: int, dtype_bytes: int) -> int:
+    """Bytes that an export of `num_elements` takes on disk, rounded up."""
+    return num_elements * dtype_bytes + 2**26
