@@ -26,6 +26,8 @@ CONFIG_CLASSES: dict[str, type[PretrainedConfig]] = {
 # Accepted by every config class besides its own fields: transformers folds the first two into rope_parameters, and
 # its models read head_dim from every config, whether or not the class declares it.
 _COMMON_FIELDS = {"rope_theta", "rope_scaling", "head_dim"}
+# What `to_dict` writes besides fields, and what is about one call of transformers' model.
+_NOT_FIELDS = {"model_type", "dtype", "transformers_version", "_name_or_path", "output_attentions"}
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _ROPE_DICTS = ("rope_parameters", "rope_scaling")
 _ROPE_NUMBERS = (
@@ -40,12 +42,21 @@ _MAX_LAYERS = 4096
 # such field transformers passes over them; here they must be off.
 _FOREIGN_SWITCHES = (
     *("attention_bias", "qkv_bias", "mlp_bias", "use_bias", "lm_head_bias"),
-    *("alibi", "rope_interleaved", "no_rope_layers", "use_qk_norm", "qk_layernorm", "parallel_attn", "clip_qkv"),
+    *(
+        "alibi",
+        "use_mrope",
+        "rope_interleaved",
+        "no_rope_layers",
+        "use_qk_norm",
+        "qk_layernorm",
+        "parallel_attn",
+        "clip_qkv",
+    ),
     *("attn_logit_softcapping", "final_logit_softcapping", "attention_sinks", "attention_chunk_size"),
     *("hidden_dropout", "resid_pdrop", "embd_pdrop", "attention_dropout", "per_layer_config"),
     *("num_experts", "num_local_experts", "n_routed_experts"),
 )
-_FOREIGN_SCALES = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "pretraining_tp")
+_FOREIGN_SCALES = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale")
 
 
 def config_class_of(model_type: object) -> type[PretrainedConfig]:
@@ -128,8 +139,7 @@ def config_from_dict(values: dict[str, Any]) -> PretrainedConfig:
         raise ArchError("partial_rotary_factor", f"only 1 is implemented, not {values['partial_rotary_factor']!r}")
     known = known_fields(config_class)
     _refuse_foreign(values, known)
-    fields = {key: value for key, value in values.items() if key in known and key not in ("model_type", "dtype")}
-    fields.pop("transformers_version", None)
+    fields = {key: value for key, value in values.items() if key in known - _NOT_FIELDS}
     if fields.get("head_dim", 0) is None:
         del fields["head_dim"]  # where the class has no such field, transformers would take None as the width
     dtype = values.get("dtype") or values.get("torch_dtype")
@@ -143,9 +153,7 @@ def config_from_dict(values: dict[str, Any]) -> PretrainedConfig:
 def config_to_dict(config: PretrainedConfig) -> dict[str, Any]:
     """Plain JSON values that `config_from_dict` restores to an equal config, on any machine."""
     values = json.loads(json.dumps(config.to_dict()))
-    for key in ("transformers_version", "_name_or_path"):
-        values.pop(key, None)
-    return values
+    return {key: value for key, value in values.items() if key not in _NOT_FIELDS - {"model_type", "dtype"}}
 
 
 def read_config(folder: Path) -> PretrainedConfig:
