@@ -94,7 +94,8 @@ def open_shard(path: Path) -> Shard:
             f"{width} bytes = {num_tokens * width}"
         )
     num_documents = _check_index(index_path(path), num_tokens)
-    has_loss = loss_path(path).exists()
+    # A link to nowhere counts as a file that cannot be read: without it, tokens that are no targets would be.
+    has_loss = loss_path(path).exists() or loss_path(path).is_symlink()
     if has_loss and _size(loss_path(path)) != num_tokens:
         raise ShardError(
             f"{loss_path(path)} has {_size(loss_path(path))} bytes for {num_tokens} tokens; it must have one per token"

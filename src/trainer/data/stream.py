@@ -9,6 +9,9 @@ from configs.errors import ConfigError
 _MAX_SHOWN = 80
 """Characters of a value in a message: a checkpoint's state may hold anything."""
 
+_MAX_POSITION = 2**62
+"""Positions are counted in int64."""
+
 
 class RowStream:
     """The stream of rows cut into steps of `batch_size`. Its state is a position and the skipped ranges after it."""
@@ -79,10 +82,11 @@ class RowStream:
         try:
             position = int(state["epoch"]) * self._num_rows + int(state["index"])
             skips = [(int(start), int(stop)) for start, stop in state["skips"]]
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError.one("resume", f"the checkpoint's data state is damaged ({error})") from error
-        if position < 0 or any(start >= stop for start, stop in skips):
-            raise ConfigError.one("resume", "the checkpoint's data state is damaged (negative position or empty skip)")
+        bounds = [0, position, *(bound for span in skips for bound in span)]
+        if min(bounds) < 0 or max(bounds) > _MAX_POSITION or any(start >= stop for start, stop in skips):
+            raise ConfigError.one("resume", "the checkpoint's data state is damaged (impossible position or skip)")
         self._origin = (next_step, position)
         self._skips = sorted((max(start, position), stop) for start, stop in skips + self._skips if stop > position)
         self._merge_neighbours()

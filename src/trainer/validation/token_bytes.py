@@ -96,7 +96,13 @@ def _sentencepiece_bytes(token: str, decoder: set[str]) -> int:
 
 def _check_on_sample(tokenizer: "PreTrainedTokenizerBase", counts: np.ndarray) -> bool:
     """Refuse counts that do not add up to a sample text's bytes. True: they do with one space put before the text."""
-    ids = [id_ for id_ in tokenizer.encode(_SAMPLE, add_special_tokens=False) if id_ < len(counts)]
+    try:
+        ids = [id_ for id_ in tokenizer.encode(_SAMPLE, add_special_tokens=False) if id_ < len(counts)]
+    except BaseException as error:
+        # A panic of the Rust library (a pattern that never ends, say) is no Exception.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise _refused(f"it cannot encode a sample text ({error})") from error
     counted, real = int(counts[ids].sum()), len(_SAMPLE.encode())
     first = tokenizer.convert_ids_to_tokens(ids[0]) if ids else ""
     leading_space = str(first).startswith((_SPACE_MARK, _BYTE_LEVEL_SPACE))
