@@ -62,11 +62,11 @@ class ProgressBar:
     Where standard output is no terminal it draws nothing, and all methods do nothing.
     """
 
-    def __init__(self, *, description: str, total: int, completed: int = 0) -> None:
+    def __init__(self, *, description: str, total: int | None, completed: int = 0) -> None:
         """
         Args:
             description: what is counted.
-            total: count at the end.
+            total: count at the end; None where it is not known.
             completed: count at the start; the ETA comes from the speed since then.
         """
         self._progress: Progress | None = None

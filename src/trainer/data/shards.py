@@ -27,6 +27,9 @@ from trainer.data.shard import (
     sample,
 )
 
+UNFINISHED = ".partial"
+"""Folder in which `tokenize` makes its output before it moves it into place."""
+
 _MAX_MAPPED = 128
 _MAX_FAULTS = 10
 _OPENING_THREADS = 16
@@ -167,7 +170,12 @@ class TokenPool:
 
 
 def _shard_files(path: Path, key: str) -> list[Path]:
+    work = path.parent / UNFINISHED
     try:
+        if UNFINISHED in path.parts or (work.is_dir() and not path.exists()):
+            where = path if UNFINISHED in path.parts else work
+            message = f"{where} is the unfinished work of a tokenize; run the same command again to end it"
+            raise ConfigError.one(key, message)
         if path.is_file():
             if path.suffix != ".ds":
                 raise ConfigError.one(key, f"{path} is neither a folder nor a .ds file")
