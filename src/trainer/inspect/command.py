@@ -1,0 +1,101 @@
+"""`inspect-data`: shows rows as the model will see them, and counts. Neither model nor GPU has a part in it."""
+
+import json
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from trainer.command import run_command, warn
+
+if TYPE_CHECKING:
+    from configs.inspect import InspectConfig
+    from trainer.data.row import RowSource
+    from trainer.inspect.counts import Counts
+
+
+def main() -> None:
+    """Entry point of the command."""
+    sys.exit(run_inspect(sys.argv[1:]))
+
+
+def run_inspect(argv: list[str]) -> int:
+    """Show what the command line asks for.
+
+    Returns:
+        exit code: 0 done, 1 a row cannot be read, 2 the config or the data it points to is at fault, 141 the reader of
+        the output went away.
+    """
+    try:
+        code = run_command("inspect-data", _config_class, _start, argv, tell=warn)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Python flushes once more at exit, into the same pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _config_class() -> type["InspectConfig"]:
+    from configs.inspect import InspectConfig
+
+    return InspectConfig
+
+
+def _start(config: "InspectConfig") -> int:
+    # Everything here imports torch or transformers.
+    from trainer.inspect.inputs import counted_epoch, load_inputs, plan_of
+    from trainer.inspect.render import Style, render_selection
+    from trainer.inspect.report import document, render_counts, render_plan
+    from trainer.inspect.rows import select_rows
+    from trainer.inspect.token_text import TokenText
+    from trainer.progress import has_colours
+
+    inputs = load_inputs(config)
+    source, texts = inputs.source, TokenText(inputs.tokenizer)
+    plan = plan_of(config, source)
+    selection = select_rows(config, source)
+    epoch = counted_epoch(config, source)
+    if config.json:
+        counts = _count(config, source, epoch)
+        print(json.dumps(document(selection, texts, source=source, counts=counts, plan=plan)))
+        return 0
+    _print(f"data: {source.description}")
+    if plan is not None:
+        _print(render_plan(plan))
+    for text in render_selection(selection, texts, Style(colours=has_colours(sys.stdout)), table=config.table):
+        _print(text)
+    counts = _count(config, source, epoch)
+    if counts is not None:
+        _print("")
+        for text in render_counts(counts):
+            _print(text)
+    return 0
+
+
+def _print(text: str) -> None:
+    """To stdout, whatever letters its encoding lacks."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _count(config: "InspectConfig", source: "RowSource", epoch: int) -> "Counts | None":
+    from trainer.inspect.counts import count
+    from trainer.progress import ProgressBar
+
+    if not config.counts:
+        return None
+    bars: dict[str, ProgressBar] = {}
+
+    def track(what: str, done: int, total: int) -> None:
+        if config.json:  # a bar on stdout would be no JSON
+            return
+        if what not in bars:
+            bars[what] = ProgressBar(description=what, total=total)
+        bars[what].update(done)
+
+    try:
+        return count(source, epoch=epoch, scan=config.scan, track=track)
+    finally:
+        for bar in bars.values():
+            bar.close()

@@ -1,0 +1,129 @@
+"""Counts for people, and everything as one JSON document."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from configs.safe_text import one_line
+from trainer.data.row import RowSource
+from trainer.inspect.counts import Counts, Lengths
+from trainer.inspect.render import row_states
+from trainer.inspect.rows import Selection, ShownRow
+from trainer.inspect.token_text import TokenText
+
+if TYPE_CHECKING:
+    from trainer.preflight import Plan
+
+_BAR_WIDTH = 40
+
+
+def render_counts(counts: Counts) -> Iterator[str]:
+    """The lines to print."""
+    yield f"counts of epoch {counts.epoch}"
+    yield _line("rows", f"{counts.rows:,}")
+    yield _line("tokens", f"{counts.tokens:,}, {counts.left_out_tokens:,} of them left out of this epoch")
+    yield _line("tokens with loss", _share(counts.loss_tokens, counts.positions))
+    yield _line("padding", _share(counts.padding_tokens, counts.positions))
+    yield _line("truncated", f"{counts.truncated:,} samples")
+    yield _line("dropped", f"{counts.dropped:,} samples")
+    yield _line("documents", "not counted" if counts.documents is None else f"{counts.documents:,}")
+    lengths = counts.lengths
+    if lengths is not None and lengths.counted:
+        mean = lengths.total / lengths.counted
+        yield _line("longest document", f"{lengths.longest:,} tokens; mean {mean:,.1f}")
+        yield _line("longer than a row", f"{lengths.longer_than_row:,} documents")
+        yield "  document lengths (tokens)" + ("" if counts.exact_lengths else ", from a sample")
+        yield from _histogram(lengths)
+    for note in counts.notes:
+        yield f"note: {one_line(note)}"
+
+
+def render_plan(plan: "Plan") -> str:
+    total = plan.steps * plan.tokens_per_step
+    return (
+        f"plan: {plan.steps:,} steps of {plan.rows_per_step:,} rows ({plan.tokens_per_step:,} tokens), "
+        f"{total:,} tokens in all, {plan.epochs:.4g} epochs"
+    )
+
+
+def document(
+    selection: Selection, texts: TokenText, *, source: RowSource, counts: Counts | None, plan: "Plan | None"
+) -> dict[str, Any]:
+    """All that is shown, for `json.dumps`."""
+    return {
+        "data": source.description,
+        "seq_len": source.seq_len,
+        "step": selection.step,
+        "digest": selection.digest,
+        "rows": [_row(row, texts) for row in selection.rows],
+        "counts": None if counts is None else _counts(counts),
+        "plan": None
+        if plan is None
+        else {
+            "steps": plan.steps,
+            "epochs": plan.epochs,
+            "rows_per_step": plan.rows_per_step,
+            "tokens_per_step": plan.tokens_per_step,
+        },
+    }
+
+
+def _row(row: ShownRow, texts: TokenText) -> dict[str, Any]:
+    pieces: list[str] = []
+    begin = 0
+    segments = []
+    for length in row.segment_lengths.tolist():
+        here = texts.pieces(row.input_ids[begin : begin + length].tolist())
+        segments.append("".join(here))
+        pieces += here
+        begin += length
+    return {
+        "place": row.place,
+        "epoch": row.epoch,
+        "index": row.index,
+        "input_ids": row.input_ids.tolist(),
+        "labels": row.labels.tolist(),
+        "position_ids": row.position_ids.tolist(),
+        "segment_lengths": row.segment_lengths.tolist(),
+        "num_padding_tokens": row.num_padding,
+        "num_loss_tokens": row.num_loss_tokens,
+        "states": [state.value for state in row_states(row)],
+        "pieces": pieces,
+        "segment_texts": segments,
+        "text": "".join(segments),
+    }
+
+
+def _counts(counts: Counts) -> dict[str, Any]:
+    values = asdict(counts)
+    lengths = counts.lengths
+    if lengths is not None:
+        values["lengths"]["bins"] = [
+            {"from": low, "to": high, "documents": number} for low, high, number in _bins(lengths)
+        ]
+    return values
+
+
+def _bins(lengths: Lengths) -> list[tuple[int, int, int]]:
+    """(least, greatest length, documents) from the first bin that holds any."""
+    bins = [(1 << at, (2 << at) - 1, number) for at, number in enumerate(lengths.bins)]
+    first = next((at for at, number in enumerate(lengths.bins) if number), 0)
+    return bins[first:]
+
+
+def _histogram(lengths: Lengths) -> Iterator[str]:
+    bins = _bins(lengths)
+    labels = [f"{low:,}" if low == high else f"{low:,}-{high:,}" for low, high, _ in bins]
+    numbers = [f"{number:,}" for _, _, number in bins]
+    most = max(number for _, _, number in bins)
+    for label, number, (_, _, value) in zip(labels, numbers, bins, strict=True):
+        bar = "#" * (-(-value * _BAR_WIDTH // most))
+        yield f"  {label:>{max(map(len, labels))}}  {number:>{max(map(len, numbers))}}  {bar}".rstrip()
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name:<18} {value}"
+
+
+def _share(number: int | None, of: int) -> str:
+    return "not counted" if number is None else f"{number:,} ({100 * number / of:.4g} %)"

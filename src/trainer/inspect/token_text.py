@@ -1,0 +1,96 @@
+"""Token ids as text, token by token: which piece of the text each token completes.
+
+A token may hold part of a character. Its bytes are kept until another token completes the character, which then
+belongs to that one; bytes that no token completes are shown as `\\xe2`. Decoding token by token would show U+FFFD.
+"""
+
+import codecs
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SPACE_MARK = "▁"
+
+
+class TokenText:
+    """Pieces of text of token ids; without a tokenizer the ids themselves."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+        self._tokenizer = tokenizer
+        self._special: frozenset[int] = frozenset()
+        self._added: dict[int, str] = {}
+        self._alphabet: dict[str, int] | None = None
+        self._spelled = False
+        if tokenizer is not None:
+            added = tokenizer.added_tokens_decoder
+            self._added = {id_: token.content for id_, token in added.items()}
+            self._special = frozenset(tokenizer.all_special_ids) | {id_ for id_, t in added.items() if t.special}
+            kinds = _decoder_types(tokenizer)
+            self._alphabet = _byte_alphabet() if "ByteLevel" in kinds else None
+            # Pieces of SentencePiece vocabularies are spelled as text, with marks for spaces.
+            self._spelled = bool(kinds & {"Metaspace", "ByteFallback"})
+        self._bytes = lru_cache(1 << 18)(self._make_bytes)
+
+    def is_control(self, token_id: int) -> bool:
+        """The token stands for no text: a special token, or an id that the tokenizer does not have."""
+        if self._tokenizer is None:
+            return False
+        return token_id in self._special or self._bytes(token_id) is None
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text that each of these tokens, which follow each other, completes. Control tokens are spelled out."""
+        if self._tokenizer is None:
+            return [f"{id_} " for id_ in ids]
+        decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        pieces: list[str] = []
+        for id_ in ids:
+            data = None if id_ in self._special else self._bytes(id_)
+            if data is not None:
+                pieces.append(decoder.decode(data))
+                continue
+            if pieces:
+                pieces[-1] += decoder.decode(b"", True)
+            pieces.append(self._added.get(id_, f"<id {id_}>"))
+        if pieces:
+            pieces[-1] += decoder.decode(b"", True)
+        return pieces
+
+    def _make_bytes(self, id_: int) -> bytes | None:
+        """UTF-8 bytes that a token stands for; None for an id without a token."""
+        assert self._tokenizer is not None
+        if id_ in self._added:
+            return self._added[id_].encode()
+        if id_ >= len(self._tokenizer):
+            return None
+        token = self._tokenizer.convert_ids_to_tokens(id_)
+        if not isinstance(token, str):
+            return None
+        if self._alphabet is not None and all(letter in self._alphabet for letter in token):
+            return bytes(self._alphabet[letter] for letter in token)
+        if self._spelled:
+            if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+                return bytes([int(token[3:5], 16)])
+            return token.replace(_SPACE_MARK, " ").encode()
+        text = self._tokenizer.decode([id_])
+        return (text if isinstance(text, str) else "".join(text)).encode()
+
+
+def _decoder_types(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return set()
+    decoder: dict[str, Any] = json.loads(backend.to_str())["decoder"] or {"type": "none"}
+    parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return {part["type"] for part in parts}
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte of each letter in which byte-level vocabularies are spelled (GPT-2): printable Latin-1 stands for itself,
+    the other bytes follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
