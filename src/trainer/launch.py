@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -94,7 +94,8 @@ def launch(
     if "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = str(max(1, _num_cores() // num_workers))
     arguments = (str(attempt.dir), str(attempt.number), str(os.getpid()))
-    with _handled_signals() as signals:
+    signals = _Signals()
+    with _handlers((*STOP_SIGNALS, signal.SIGHUP), signals.handle):
         workers = WorkerGroup((*command, *arguments), num_workers=num_workers, env=env)
         watch = _Watch(workers, attempt, num_workers, signals, stop_timeout, say)
         workers.start()
@@ -103,6 +104,21 @@ def launch(
         finally:
             workers.kill()  # what a worker started and left behind
     watch.judge()
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Until `launch`, SIGTERM, SIGUSR1 and SIGHUP end this process as they do by default, but say so."""
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        # At once: an exception would be raised within some library's import, which may keep it to itself.
+        text = f"{signal.Signals(signum).name}: ended before a worker was started\n"
+        with suppress(OSError):
+            os.write(2, text.encode())
+        os._exit(128 + signum)
+
+    with _handlers((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), end):
+        yield
 
 
 @dataclass(kw_only=True)
@@ -123,16 +139,16 @@ class _Signals:
 
 
 @contextmanager
-def _handled_signals() -> Iterator[_Signals]:
-    signals = _Signals()
+def _handlers(signums: Sequence[int], handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle these signals so, and as before afterwards."""
     previous = {}
-    for signum in (*STOP_SIGNALS, signal.SIGHUP):
+    for signum in signums:
         handler = signal.getsignal(signum)
         if handler is not signal.SIG_IGN:  # nohup, or a shell's background job: it is to stay deaf
             previous[signum] = handler
-            signal.signal(signum, signals.handle)
+            signal.signal(signum, handle)
     try:
-        yield signals
+        yield
     finally:
         for signum, handler in previous.items():
             signal.signal(signum, handler)
@@ -194,16 +210,23 @@ class _Watch:
     def _first_failed(self, exit_codes: dict[int, int], reports: dict[int, dict[str, Any]]) -> int:
         """The rank whose failure the others' followed from."""
         last_own = self._killed_time or math.inf
-        crashed = {
+        silent = {
             rank: self._gone[rank]
             for rank, code in exit_codes.items()
-            if -code in _CRASHES and rank not in reports and self._gone.get(rank, math.inf) < last_own
+            if rank not in reports and self._gone.get(rank, math.inf) < last_own
         }
-        # When one process crashes, the errors that its peers get may be there before the crash is seen.
-        times = crashed or {
-            **{rank: self._gone.get(rank, math.inf) for rank in exit_codes},
-            **{rank: report["time"] for rank, report in reports.items()},
-        }
+        # A positive code without a report is a rank that could not write it, on a full disk for one.
+        crashed = {rank: time for rank, time in silent.items() if exit_codes[rank] > 0 or -exit_codes[rank] in _CRASHES}
+        own = silent | {rank: report["time"] for rank, report in reports.items() if report["kind"] != "peer"}
+        # When one process fails, the errors that its peers get may be there before its failure is seen.
+        times = (
+            crashed
+            or own
+            or {
+                **{rank: self._gone.get(rank, math.inf) for rank in exit_codes},
+                **{rank: report["time"] for rank, report in reports.items()},
+            }
+        )
         return min(times, key=lambda rank: times[rank])
 
     def _heed_signals(self) -> None:
@@ -251,7 +274,7 @@ class _Watch:
         match report["kind"]:
             case "config":
                 return ConfigError([Fault(**fault) for fault in report["faults"]])
-            case "run":
+            case "run" | "peer":
                 return RunError(report["message"])
             case _:
                 return WorkerError(f"rank {rank} failed; its log: {self._log(rank)}\n{report['text'].rstrip()}")
@@ -260,6 +283,8 @@ class _Watch:
         how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if code == -signal.SIGKILL:
             how += " (the kernel sends it when memory runs out)"
+        elif code > 0:
+            how += " and could not write why into its folder of logs; the lines above may tell"
         log = self._log(rank)
         tail = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:] if log.exists() else []
         return "\n".join([f"rank {rank} {how}; the end of its log {log}:", *(f"  {line}" for line in tail)])

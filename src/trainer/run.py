@@ -15,6 +15,15 @@ from types import FrameType
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
+def ignore_stop_signals() -> None:
+    """The work is done: what comes now must not make it a failure.
+
+    Python gives signals their first meaning back while it ends, except where they are ignored. In the main thread only.
+    """
+    for signum in (*STOP_SIGNALS, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+
+
 class StopSignal:
     """Whether a signal asked this process to stop at the next whole step."""
 

@@ -8,19 +8,27 @@ import secrets
 import shutil
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from configs.data import TokensDataConfig
 from configs.errors import ConfigError
+from configs.model import is_hub_id
 from configs.sft import SFTConfig
 from trainer.errors import RunError
 from trainer.run import attempt_config, attempt_logs
 
 _LOCK = ".lock"
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 """What flock says on file systems without locks (Lustre mounted without them, for one)."""
+
+_LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
+"""What flock says when somebody else has the lock; the second over some versions of NFS."""
+
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG)
+"""Faults of the place that the config names, not of the moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +50,9 @@ def fill_run_name(config: SFTConfig) -> SFTConfig:
         return config
     data = config.data.paths[0].resolve().name if isinstance(config.data, TokensDataConfig) else config.data.type
     arch = config.model.arch or {}
-    model = Path(config.model.name or str(arch.get("model_type", "model"))).name
+    model = config.model.name or str(arch.get("model_type", "model"))
+    # A folder may be given as `.`; an id of the hub is no path.
+    model = Path(model).name if is_hub_id(model) else Path(model).resolve().name
     parts = [re.sub(r"[^\w.-]", "-", part).lstrip(".-") for part in (data, model)]
     name = "--".join([*parts, secrets.token_hex(4)])
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
@@ -58,16 +68,39 @@ def check_run_dir(config: SFTConfig) -> None:
     """Refuse a run directory that this config must not use. Changes nothing.
 
     Raises:
-        ConfigError: it is in use, holds another run, or may not be cleaned.
+        ConfigError: it is in use, holds another run, cannot be written, or may not be cleaned.
     """
     run_dir = run_dir_of(config)
-    for place in (run_dir, *run_dir.parents):
-        if place.exists():
-            if not place.is_dir():
-                raise ConfigError.one("output_dir", f"{place} is not a folder")
-            break
-    _refuse_living_run(run_dir)
-    _refuse_contents(config, run_dir)
+    try:
+        for place in (run_dir, *run_dir.parents):
+            if place.exists():
+                if not place.is_dir():
+                    raise ConfigError.one("output_dir", f"{place} is not a folder")
+                break
+        _refuse_unwritable(run_dir, place)
+        _refuse_living_run(run_dir)
+        _refuse_contents(config, run_dir)
+    except OSError as error:
+        raise _unusable(run_dir, error) from error
+
+
+def _refuse_unwritable(run_dir: Path, place: Path) -> None:
+    """Ask the kernel, which knows rights, read-only mounts and immutable folders; `place` is what exists of run_dir."""
+    written = [place]
+    if place == run_dir:
+        names = (_LOCK, "configs", "configs/sft.json", "logs", "checkpoints", "metrics.jsonl")
+        written += [path for name in names if (path := run_dir / name).exists()]
+    for path in written:
+        if not os.access(path, os.W_OK | (os.X_OK if path.is_dir() else 0)):
+            raise ConfigError.one("output_dir", f"{path} cannot be written: no permission, or a read-only file system")
+
+
+def _unusable(run_dir: Path, error: OSError) -> ConfigError | RunError:
+    """What to make of the failure of something done to the run directory."""
+    message = f"{error.filename or run_dir}: {error.strerror or error}"
+    if error.errno in _FORBIDDEN:
+        return ConfigError.one("output_dir", message)
+    return RunError(f"the run directory {run_dir} cannot be used: {message}")
 
 
 def open_run_dir(config: SFTConfig, say: Callable[[str], None]) -> Attempt:
@@ -78,7 +111,7 @@ def open_run_dir(config: SFTConfig, say: Callable[[str], None]) -> Attempt:
 
     Raises:
         ConfigError: as check_run_dir.
-        RunError: the directory cannot be written.
+        RunError: the directory cannot be used for another reason, such as a full disk.
     """
     run_dir = run_dir_of(config)
     try:
@@ -98,7 +131,7 @@ def open_run_dir(config: SFTConfig, say: Callable[[str], None]) -> Attempt:
             lock.close()
             raise
     except OSError as error:
-        raise RunError(f"the run directory {run_dir} cannot be used: {error}") from error
+        raise _unusable(run_dir, error) from error
     return Attempt(dir=run_dir, number=number, lock=lock)
 
 
@@ -117,7 +150,7 @@ def write_dry_run(config: SFTConfig) -> Path:
     try:
         write_config(config, path)
     except OSError as error:
-        raise RunError(f"{path} cannot be written: {error}") from error
+        raise _unusable(run_dir, error) from error
     return path
 
 
@@ -139,9 +172,26 @@ def share_run_dir(run_dir: Path) -> TextIO:
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno in _LOCKED:
             raise RunError(f"{run_dir} was taken by another run ({error})") from error
+        if error.errno not in _NO_LOCKS:
+            raise
     return lock
+
+
+def is_in_use(run_dir: Path) -> bool | None:
+    """Whether a process of the run lives; None where nobody can tell: no locks, or no right to read theirs."""
+    try:
+        # For reading only: somebody else's run may be looked at without the right to write.
+        lock = (run_dir / _LOCK).open()
+    except OSError as error:
+        return False if error.errno == errno.ENOENT else None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return True if error.errno in _LOCKED else None
+    return False
 
 
 def _lock(run_dir: Path, say: Callable[[str], None]) -> TextIO:
@@ -159,8 +209,11 @@ def _lock(run_dir: Path, say: Callable[[str], None]) -> TextIO:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
-            lock.close()
-            raise _in_use(run_dir) from error
+            with suppress(OSError):  # the disk may be full, and closing tries to write once more
+                lock.close()
+            if error.errno in _LOCKED:
+                raise _in_use(run_dir) from error
+            raise
         say(f"{run_dir} lies on a file system without locks: nothing keeps a second run from using it at the same time")
     return lock
 
@@ -173,13 +226,20 @@ def _refuse_living_run(run_dir: Path) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno in _LOCKED:
                 raise _in_use(run_dir) from error
+            if error.errno not in _NO_LOCKS:
+                raise
 
 
 def _in_use(run_dir: Path) -> ConfigError:
-    holder = (run_dir / _LOCK).read_text().strip() or "another process"
-    return ConfigError.one("run.name", f"{run_dir} is in use by a run that has not ended ({holder})")
+    holder = (run_dir / _LOCK).read_text(errors="replace").strip() or "another process"
+    message = f"{run_dir} is in use by a run that has not ended ({holder})"
+    host = holder.rpartition(" on ")[2] if " on " in holder else socket.gethostname()
+    if host != socket.gethostname():
+        # The kernel frees the lock of a dead process; a file server may keep that of a dead machine.
+        message += f"; if {host} is down for good, delete {run_dir / _LOCK}"
+    return ConfigError.one("run.name", message)
 
 
 def _refuse_contents(config: SFTConfig, run_dir: Path) -> None:
@@ -217,7 +277,8 @@ def _is_used(run_dir: Path) -> bool:
 
 
 def _clean(run_dir: Path) -> None:
-    for entry in run_dir.iterdir():
+    # The configs last: they are what shows a later --clean that the rest is a run of ours.
+    for entry in sorted(run_dir.iterdir(), key=lambda entry: entry.name == "configs"):
         if entry.name == _LOCK:
             continue
         if entry.is_dir() and not entry.is_symlink():

@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Entry point of the command."""
-    sys.exit(run_sft(sys.argv[1:]))
+    code = run_sft(sys.argv[1:])
+    from trainer.run import ignore_stop_signals
+
+    ignore_stop_signals()
+    sys.exit(code)
 
 
 def run_sft(argv: list[str]) -> int:
@@ -21,13 +25,20 @@ def run_sft(argv: list[str]) -> int:
     Returns:
         exit code: 0 done or stopped as asked, 1 failed, 2 the config cannot run, 128 + n killed after signal n.
     """
-    return run_command("sft", _config_class, _start, argv)
+    return run_command("sft", _config_class, _start_unless_ended, argv)
 
 
 def _config_class() -> type["SFTConfig"]:
     from configs.sft import SFTConfig
 
     return SFTConfig
+
+
+def _start_unless_ended(config: "SFTConfig") -> int:
+    from trainer.launch import ended_by_signals
+
+    with ended_by_signals():
+        return _start(config)
 
 
 def _start(config: "SFTConfig") -> int:
@@ -39,9 +50,11 @@ def _start(config: "SFTConfig") -> int:
     check_run_dir(config)
     num_workers = count_workers(config.deployment)
     # Imports models and transformers, which take seconds.
+    from trainer.monitors import check_monitors
     from trainer.preflight import preflight
 
     plan = preflight(config, run_dir=run_dir, world_size=num_workers, say=say)
+    check_monitors(config, say)
     for line in plan.lines():
         say(line)
     if config.dry_run:

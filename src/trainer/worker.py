@@ -1,6 +1,7 @@
 """A worker process: one rank of a run, started by `trainer.launch`."""
 
 import ctypes
+import errno
 import json
 import logging
 import os
@@ -9,18 +10,21 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from configs.errors import ConfigError
 from configs.safe_text import safe, star_secrets
 from configs.sft import SFTConfig
-from trainer.errors import RunError
-from trainer.logs import open_rank_log, setup_logging
-from trainer.run import Run, StopSignal, attempt_config, rank_error, rank_log
+from trainer.errors import PeerError, RunError
+from trainer.logs import RankLog, open_rank_log, setup_logging
+from trainer.run import Run, StopSignal, attempt_config, ignore_stop_signals, rank_error, rank_log
 from trainer.run_dir import share_run_dir
 
 _PR_SET_PDEATHSIG = 1
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""No bug, whatever code ran into it: the message is enough."""
 
 
 def run_worker(train: Callable[[SFTConfig, Run], None], argv: list[str]) -> None:
@@ -38,16 +42,18 @@ def run_worker(train: Callable[[SFTConfig, Run], None], argv: list[str]) -> None
     stop = StopSignal()
     stop.install()
     _die_with(launcher_pid)
-    stream = open_rank_log(rank_log(run_dir, attempt, rank), rank=rank)
+    log = None
     try:
+        log = open_rank_log(rank_log(run_dir, attempt, rank), rank=rank)
         # Held until this process is gone, whatever becomes of the launcher.
         _lock = share_run_dir(run_dir)
         config = SFTConfig.model_validate_json(attempt_config(run_dir, attempt).read_text())
-        setup_logging(stream, rank=rank, level=config.log.level)
+        setup_logging(log, level=config.log.level)
         train(config, Run(dir=run_dir, attempt=attempt, stop=stop))
     except BaseException as error:
-        _record(error, stream, rank_error(run_dir, attempt, rank))
+        _record(error, log, rank_error(run_dir, attempt, rank))
         os._exit(2 if isinstance(error, ConfigError) else 1)
+    ignore_stop_signals()
     logging.shutdown()
 
 
@@ -59,27 +65,39 @@ def _die_with(launcher_pid: int) -> None:
         os._exit(1)
 
 
-def _record(error: BaseException, stream: TextIO, path: Path) -> None:
-    """Leave word for the launcher, which shows it. Not on this process's console: it would be there twice."""
+def _record(error: BaseException, log: RankLog | None, path: Path) -> None:
+    """Leave word for the launcher, which shows it. Not on this process's console: it would be there twice.
+
+    Args:
+        error: the failure.
+        log: the rank's log; None if it could not be opened.
+        path: of the report.
+    """
     report: dict[str, Any] = {"time": time.time(), "kind": "crash"}
     report["text"] = safe("".join(traceback.format_exception(error)))
     if isinstance(error, ConfigError):
         report["kind"] = "config"
         report["faults"] = [{"key": fault.key, "message": star_secrets(fault.message)} for fault in error.faults]
     elif isinstance(error, RunError):
-        report["kind"], report["message"] = "run", star_secrets(str(error))
+        report["kind"] = "peer" if isinstance(error, PeerError) else "run"
+        report["message"] = star_secrets(str(error))
+    elif log is None or (isinstance(error, OSError) and error.errno in _FULL):
+        report["kind"], report["message"] = "run", f"{path.parent}: {error}" if log is None else str(error)
+    console = sys.stderr if log is None else log.console
     new = path.with_suffix(".new")
     try:
         new.write_text(json.dumps(report))
         new.rename(path)
-        stream.write(report["text"])
     except OSError:  # a full disk, say, which may be the very failure: then the console is all there is
-        print(report.get("message", report["text"]), file=sys.stderr)
-    for flush in (stream.flush, sys.stdout.flush, sys.stderr.flush, logging.shutdown):
-        try:
+        with suppress(OSError):
+            print(f"rank {os.environ.get('RANK')}: {report.get('message', report['text'])}", file=console, flush=True)
+    if log is not None:
+        with suppress(OSError):
+            log.stream.write(report["text"])
+            log.stream.flush()
+    for flush in (sys.stdout.flush, sys.stderr.flush, logging.shutdown):
+        with suppress(OSError, ValueError):  # a console that is gone
             flush()
-        except (OSError, ValueError):  # a console that is gone
-            continue
 
 
 def _train(config: SFTConfig, run: Run) -> None:

@@ -1,9 +1,10 @@
 """All monitors of a run behind one call. Rank 0 alone has them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from configs.errors import ConfigError
 from configs.sft import SFTConfig
 from trainer.monitors.console import ConsoleMonitor
 from trainer.monitors.jsonl import JsonlMonitor
@@ -99,13 +100,14 @@ def build_monitors(
         wandb_id: from the checkpoint that is resumed; None (also for a fork of another run) opens a new wandb run.
 
     Raises:
-        RunError: metrics.jsonl cannot be read or written. Trouble with wandb is only a warning.
+        ConfigError: wandb cannot start (see `check_monitors`).
+        RunError: metrics.jsonl cannot be read or written.
     """
     jsonl = JsonlMonitor(run_dir / "metrics.jsonl")
     last_step = jsonl.cut_back(start_step)
     wandb = None
     if config.monitors.wandb is not None:
-        # Half a second to import, for those who use it; and machines without a network may not have the package.
+        _require_wandb()
         from trainer.monitors.wandb import WandbMonitor
 
         wandb = WandbMonitor(
@@ -114,6 +116,41 @@ def build_monitors(
             run_config=config.model_dump(mode="json"),
             resume_id=wandb_id,
             last_step=last_step,
+            must_start=_must_start(config),
         )
     console = ConsoleMonitor(interval=config.log.interval, start_step=start_step, total_steps=total_steps)
     return Monitors(start_step=start_step, console=console, jsonl=jsonl, wandb=wandb)
+
+
+def check_monitors(config: SFTConfig, say: Callable[[str], None]) -> None:
+    """Whether the monitors will start: of wandb the package, the login and, for `mode = "online"`, the server.
+
+    Takes 15 s at most when the server does not answer.
+
+    Args:
+        config: the resolved config.
+        say: told when the server cannot be reached and the run may go on without it.
+
+    Raises:
+        ConfigError: wandb will not start. A run that is resumed needs only the package and the login: whoever or
+            whatever restarts it, a service that is down should not keep it from training.
+    """
+    if config.monitors.wandb is None:
+        return
+    _require_wandb()
+    from trainer.monitors.wandb import check_login
+
+    check_login(config.monitors.wandb, must_start=_must_start(config), say=say)
+
+
+def _require_wandb() -> None:
+    """Half a second to import, for those who use it; and machines without a network may not have the package."""
+    try:
+        import wandb  # noqa: F401
+    except ImportError as error:
+        message = f"the package wandb cannot be imported ({error}): install it, or give --no-monitors.wandb"
+        raise ConfigError.one("monitors.wandb", message) from error
+
+
+def _must_start(config: SFTConfig) -> bool:
+    return config.resume is None or config.resume.dir is not None

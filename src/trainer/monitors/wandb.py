@@ -1,4 +1,5 @@
-"""Weights & Biases, online or offline. Trouble with it never stops a run.
+"""Weights & Biases, online or offline. A run does not start without it when it was asked for; once started, trouble
+with it never stops or holds up a run.
 
 A resumed run goes on in the same wandb run. wandb takes steps in rising order only and silently drops the others, and
 a run that resumes from an older checkpoint does some steps again: those are held back here, with a message, until the
@@ -7,20 +8,30 @@ run passes the last step that wandb has. metrics.jsonl has the repeated steps.
 
 import logging
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import wandb
 
+from configs.errors import ConfigError
 from configs.monitor import WandbConfig
 from configs.safe_text import SECRET_NAME, star_secrets
 
 logger = logging.getLogger(__name__)
 
-_LOGIN_SECONDS = 30
-_INIT_SECONDS = 90
-_FINISH_SECONDS = 300
+_LOGIN_SECONDS = 5
+"""For one answer of the server, when the login is checked."""
+
+_INIT_SECONDS = 60
+_FINISH_SECONDS = 60
+"""Far less than `deployment.stop_timeout_seconds`, after which a run that was asked to stop is killed."""
+
+_FAILED_FINISH_SECONDS = 5
+"""A rank that failed must soon say so, or its peers wait for it."""
+
+_NO_LOGIN = "there is no login; log in by `wandb login`, or set WANDB_API_KEY"
 
 _ASSIGNED_SECRET = re.compile(r"\b(\w*(?:KEY|TOKEN|SECRET|PASSWORD))=(\"[^\"]*\"|'[^']*'|[^\s;&|]+)")
 
@@ -36,6 +47,7 @@ class WandbMonitor:
         run_config: dict[str, Any],
         resume_id: str | None,
         last_step: int | None,
+        must_start: bool,
     ) -> None:
         """
         Args:
@@ -44,6 +56,10 @@ class WandbMonitor:
             run_config: shown in wandb, less what looks like a secret.
             resume_id: wandb run to go on with; None opens a new one.
             last_step: last step that the resumed run recorded before it ended; None if it recorded none.
+            must_start: otherwise a failure to start is only a warning.
+
+        Raises:
+            ConfigError: wandb cannot start and must.
         """
         self._run: wandb.Run | None = None
         self._id = resume_id
@@ -56,8 +72,6 @@ class WandbMonitor:
 
         online = config.mode == "online"
         try:
-            # Without an API key wandb asks for one on a terminal, without end unless told.
-            wandb.setup(wandb.Settings(login_timeout=_LOGIN_SECONDS))
             run = wandb.init(
                 project=config.project,
                 entity=config.entity,
@@ -78,20 +92,26 @@ class WandbMonitor:
                     disable_code=True,
                     init_timeout=_INIT_SECONDS,
                     finish_timeout=_FINISH_SECONDS,
+                    finish_timeout_raises=True,
                 ),
             )
         except Exception as error:  # network, login, server and disk faults come as every kind
-            hint = " (an offline part must be sent by `wandb sync` before it goes on online)" if resume_id else ""
-            logger.warning("wandb cannot start, the run goes on without it: %s%s", error, hint)
+            self._without(_first_line(error), online=online, must_start=must_start)
             return
         if run.disabled:
-            logger.warning("wandb is not logged in, the run goes on without it; log in with `wandb login`")
+            self._without(_NO_LOGIN, online=online, must_start=must_start)
             return
         self._run, self._id = run, run.id
         if resume_id is not None:
             # The server knows what it got. Offline, the run's own record is the best that is known.
             self._next = run.starting_step if online else 0 if last_step is None else last_step + 1
         logger.info("wandb run %s: %s", run.id, run.url if online else f"offline, in {run_dir / 'wandb'}")
+
+    def _without(self, reason: str, *, online: bool, must_start: bool) -> None:
+        if must_start:
+            raise _cannot_start(reason) if online else ConfigError.one("monitors.wandb", f"cannot start: {reason}")
+        hint = " (an offline part must be sent by `wandb sync` before it goes on online)" if self._id else ""
+        logger.warning("wandb cannot start, the run goes on without it: %s%s", reason, hint)
 
     @property
     def id(self) -> str | None:
@@ -122,21 +142,63 @@ class WandbMonitor:
             self._held_back = False
 
     def close(self, exit_code: int) -> None:
-        """Wait until the server has everything, five minutes at most; the rest can be sent by `wandb sync`."""
-        if self._run is None:
+        """Wait until the server has everything, a minute at most and a few seconds after a failure; the rest can be
+        sent by `wandb sync`."""
+        run, self._run = self._run, None
+        if run is None:
             return
+        finishing = threading.Thread(target=self._finish, args=(run, exit_code), name="wandb finish", daemon=True)
+        finishing.start()
+        finishing.join(_FAILED_FINISH_SECONDS if exit_code else None)
+
+    def _finish(self, run: wandb.Run, exit_code: int) -> None:
         try:
-            self._run.finish(exit_code=exit_code)
+            run.finish(exit_code=exit_code)
             # Offline, finish returns while wandb's own process still holds rows in memory, and a worker that ends
             # by os._exit would lose them.
             wandb.teardown(exit_code)
+        except TimeoutError:
+            logger.warning("wandb did not get everything within %d s: %s", _FINISH_SECONDS, f"wandb sync {run.dir}")
         except Exception as error:  # as above
             self._give_up(error)
-        self._run = None
 
     def _give_up(self, error: Exception) -> None:
         logger.warning("wandb failed, the run goes on without it: %s", error)
         self._run = None
+
+
+def check_login(config: WandbConfig, *, must_start: bool, say: Callable[[str], None]) -> None:
+    """Whether an online run will have a login, and a server that takes it. Asks nobody, and leaves no process.
+
+    Args:
+        config: `[monitors.wandb]`.
+        must_start: otherwise a server that cannot be reached is only told to `say`.
+
+    Raises:
+        ConfigError: there is no login; or the server refuses it or cannot be reached, and wandb must start.
+    """
+    if config.mode == "offline":
+        return
+    seconds = _LOGIN_SECONDS
+    wandb.setup(wandb.Settings(mode="online", silent=True, x_graphql_timeout_seconds=seconds, x_graphql_retry_max=1))
+    try:
+        if not wandb.login(prompt=False, verify=True):
+            raise _cannot_start(_NO_LOGIN)
+    except wandb.Error as error:
+        if must_start:
+            raise _cannot_start(_first_line(error)) from error
+        say(f"wandb cannot start for now, the run goes on without it unless it can soon: {_first_line(error)}")
+    finally:
+        wandb.teardown()
+
+
+def _cannot_start(reason: str) -> ConfigError:
+    message = f'wandb cannot start: {reason}; mode = "offline" needs no server, and `wandb sync` sends its files later'
+    return ConfigError.one("monitors.wandb.mode", message)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def without_secrets(value: Any, name: str = "") -> Any:

@@ -36,6 +36,10 @@ class Task:
         return -(-self.rows.num_rows // (self.rows_per_forward * dp_size))
 
 
+class RoundLeftError(Exception):
+    """A round was left before all of it was scored."""
+
+
 class Validation:
     """All sets at all lengths."""
 
@@ -66,20 +70,30 @@ class Validation:
             notes.append(note)
         return notes
 
-    def run(self, model: CausalLM, on_progress: Callable[[int, int], None] | None = None) -> dict[str, float]:
+    def run(
+        self,
+        model: CausalLM,
+        on_progress: Callable[[int, int], None] | None = None,
+        leave: Callable[[], bool] | None = None,
+    ) -> dict[str, float] | None:
         """Score everything. Collective: every rank calls it with the same weights, and gets the same numbers.
 
         Args:
             model: in whatever mode it is; it is left as it was.
             on_progress: called after each forward pass with the passes enqueued so far and in all.
+            leave: asked before each forward pass whether to leave the round; must say the same on every rank.
 
         Returns:
-            `val/<set>/<metric>@<length>` for loss (nats per token), perplexity and bpb (bits per byte).
+            `val/<set>/<metric>@<length>` for loss (nats per token), perplexity and bpb (bits per byte). None if the
+            round was left: numbers over a part of a set would pass for those of the whole.
 
         Raises:
             RunError: a set holds ids beyond the vocabulary, or no token that may be scored.
         """
-        totals = self.score_own_rows(model, on_progress)
+        try:
+            totals = self.score_own_rows(model, on_progress, leave)
+        except RoundLeftError:
+            return None
         if self._mesh.world_size > 1:
             dist.all_reduce(totals)
         metrics: dict[str, float] = {}
@@ -89,14 +103,25 @@ class Validation:
         return metrics
 
     @torch.no_grad()
-    def score_own_rows(self, model: CausalLM, on_progress: Callable[[int, int], None] | None = None) -> Tensor:
+    def score_own_rows(
+        self,
+        model: CausalLM,
+        on_progress: Callable[[int, int], None] | None = None,
+        leave: Callable[[], bool] | None = None,
+    ) -> Tensor:
         """What this rank adds to each task: (tasks, 4) float64 on the device. Nats and number of the scored tokens,
-        then nats and bytes of those among them that spell text."""
+        then nats and bytes of those among them that spell text.
+
+        Raises:
+            RoundLeftError: `leave` said so.
+        """
         totals = torch.zeros(len(self._tasks), 4, dtype=torch.float64, device=self._mesh.device)
         num_forwards = sum(task.num_forwards(self._mesh.dp_size) for task in self._tasks)
         done = 0
         for total, task in zip(totals, self._tasks, strict=True):
             for batch in self._batches(task):
+                if leave is not None and leave():
+                    raise RoundLeftError
                 total += self._sums(model, batch.to(self._mesh.device))
                 done += 1
                 if on_progress is not None:

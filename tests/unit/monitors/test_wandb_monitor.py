@@ -187,7 +187,11 @@ class FakeRun:
 
 
 def monitor_with(
-    monkeypatch: pytest.MonkeyPatch, run_dir: Path, run: FakeRun | Exception, resume_id: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    run_dir: Path,
+    run: FakeRun | Exception,
+    resume_id: str | None,
+    must_start: bool = False,
 ) -> tuple[WandbMonitor, dict[str, Any]]:
     """An online monitor whose wandb.init gives `run` (or raises it), and the arguments init got."""
     arguments: dict[str, Any] = {}
@@ -200,7 +204,9 @@ def monitor_with(
 
     monkeypatch.setattr(wandb, "init", init)
     config = WandbConfig(mode="online")
-    return WandbMonitor(config, run_dir=run_dir, run_config={}, resume_id=resume_id, last_step=9), arguments
+    return WandbMonitor(
+        config, run_dir=run_dir, run_config={}, resume_id=resume_id, last_step=9, must_start=must_start
+    ), arguments
 
 
 def test_online_the_server_says_which_step_is_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
