@@ -9,24 +9,36 @@ from configs.checkpoint import ResumeConfig
 from configs.data import DataConfig, TokensDataConfig
 from configs.errors import Fault
 from configs.launch import DeploymentConfig, RunConfig
-from configs.model import ModelConfig
+from configs.model import ModelConfig, is_hub_id
 from configs.optim import ConstantSchedulerConfig, SchedulerConfig
 from configs.validation import ValConfig
 
 
 def check_weights(model: ModelConfig, *, resuming: bool) -> list[Fault]:
-    """The model is described, and something decides its weights. When resuming, `[model.init]` is skipped."""
-    if model.arch is None and model.name is not None:
-        message = (
-            f'is missing: weights of "{model.name}" cannot be loaded yet; describe the model in [model.arch] and '
-            "train it from scratch with [model.init]"
-        )
-        return [Fault(key="model.arch", message=message)]
+    """The model is described once, and one thing decides its weights: `model.name`, `[model.init]` or `[resume]`.
+
+    When resuming, the first two only describe the run that is gone on with.
+    """
     faults = []
-    if model.arch is None:
-        message = 'is missing: a table that describes the model, for example model_type = "llama" and its sizes'
+    if model.arch is not None and model.name is not None:
+        message = (
+            f'describes two models: "{model.name}" here and another one in [model.arch]; give only one of them '
+            '("None" takes back what an earlier file gave)'
+        )
+        faults.append(Fault(key="model.name", message=message))
+    if model.arch is None and model.name is None:
+        message = (
+            'is missing: a table that describes the model, for example model_type = "llama" and its sizes; or give '
+            "model.name, a Hugging Face model"
+        )
         faults.append(Fault(key="model.arch", message=message))
-    if model.init is None and not resuming:
+    if model.name is not None and not is_hub_id(model.name):
+        faults += _check_folder("model.name", Path(model.name))
+    if resuming:
+        if model.debug.random_init:
+            message = "leaves the weights undefined, and [resume] loads them; give only one of them"
+            faults.append(Fault(key="model.debug.random_init", message=message))
+    elif model.name is None and model.init is None and not model.debug.random_init:
         message = "is missing: nothing says where the weights come from; [model.init] draws them, [resume] loads them"
         faults.append(Fault(key="model.init", message=message))
     return faults

@@ -1,5 +1,6 @@
 """`[model]`: which network, where its first weights come from, and how it computes."""
 
+import re
 from typing import Any, Literal
 
 from pydantic import Field
@@ -8,6 +9,13 @@ from configs.base import BaseConfig
 from configs.errors import Fault
 
 Dtype = Literal["bfloat16", "float32", "float64"]
+
+_HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `name`, where no folder has it, can be an id on the Hugging Face hub: `model` or `owner/model`."""
+    return _HUB_ID.fullmatch(name) is not None
 
 
 class InitConfig(BaseConfig):
@@ -40,18 +48,32 @@ class ActivationCheckpointConfig(BaseConfig):
     """Recompute every freq-th block."""
 
 
+class DebugModelConfig(BaseConfig):
+    """`[model.debug]`: short cuts for a quick look, never for a result."""
+
+    num_layers: int | None = Field(default=None, ge=1)
+    """Keep only the first blocks of the model, and load only theirs."""
+
+    random_init: bool = False
+    """Speed tests only: weights are neither downloaded nor loaded nor drawn, all parameters are one constant."""
+
+
 class ModelConfig(BaseConfig):
     """`[model]`"""
 
-    name: str | None = None
-    """Name shown in the run's name and logs."""
+    name: str | None = Field(default=None, min_length=1)
+    """A folder in Hugging Face's layout, or an id on its hub: `config.json` gives the network, its safetensors the
+    first weights. With `[model.init]` only the network is taken. Code in it never runs."""
 
     arch: dict[str, Any] | None = None
-    """`model_type` and the fields of its Hugging Face config class. `vocab_size` defaults to the tokenizer's length
-    rounded up to a multiple of 128; the special token ids come from the tokenizer."""
+    """In place of `name`: `model_type` and the fields of its Hugging Face config class. `vocab_size` defaults to the
+    tokenizer's length rounded up to a multiple of 128; the special token ids come from the tokenizer."""
 
     init: InitConfig | None = None
     """Present: the weights are drawn anew (skipped when resuming)."""
+
+    debug: DebugModelConfig = DebugModelConfig()
+    """Short cuts for a quick look."""
 
     attn: Literal["auto", "sdpa", "varlen"] = "auto"
     """`varlen`: torch.nn.attention.varlen, CUDA and bfloat16 only. `sdpa`: scaled_dot_product_attention, one call per
@@ -80,6 +102,11 @@ class ModelConfig(BaseConfig):
     of unsharded gradients and weights."""
 
     @property
+    def takes_weights_of_name(self) -> bool:
+        """The first weights, unless the run resumes, are those of `name`."""
+        return self.name is not None and self.init is None and not self.debug.random_init
+
+    @property
     def resolved_compute_dtype(self) -> Dtype:
         """Dtype of the forward and backward pass."""
         return self.compute_dtype or ("float64" if self.optimization_dtype == "float64" else "bfloat16")
@@ -94,6 +121,9 @@ class ModelConfig(BaseConfig):
         if self.arch is not None and not isinstance(self.arch.get("model_type"), str):
             message = 'is missing: text, the family of the model, for example model_type = "llama"'
             faults.append(Fault(key="arch.model_type", message=message))
+        if self.debug.random_init and self.init is not None:
+            message = "leaves the weights undrawn, and [model.init] draws them; give only one of them"
+            faults.append(Fault(key="debug.random_init", message=message))
         for key in ("compute_dtype", "reduce_dtype"):
             dtype = getattr(self, key)
             if self.optimization_dtype == "float64" and dtype not in (None, "float64"):

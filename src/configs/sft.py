@@ -20,7 +20,7 @@ class TokenizerConfig(BaseConfig):
     """`[tokenizer]`"""
 
     name: str | None = None
-    """A folder or Hugging Face id. Code in it never runs."""
+    """A folder or Hugging Face id. Unset: `model.name`, where a tokenizer is needed. Code in it never runs."""
 
 
 class SFTConfig(BaseConfig):
@@ -79,6 +79,11 @@ class SFTConfig(BaseConfig):
 
     dry_run: bool = False
     """Resolve, check and write the config, print what would run, start nothing."""
+
+    @property
+    def tokenizer_name(self) -> str | None:
+        """Where the tokenizer is: `tokenizer.name`, or else the model's folder or id."""
+        return self.tokenizer.name or self.model.name
 
     @property
     def longest_row(self) -> int:

@@ -1,6 +1,8 @@
-"""From `[model]` to a model on its device: meta build, activation checkpointing, compile, data parallelism, memory."""
+"""From `[model]` to a model on its device: meta build, activation checkpointing, compile, data parallelism, memory,
+first weights."""
 
 import logging
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
@@ -8,13 +10,18 @@ from transformers import PretrainedConfig
 from configs.errors import ConfigError
 from configs.model import ModelConfig
 from models.base import CausalLM
+from models.init import init_weights
 from models.registry import build_model
+from trainer.checkpoint.agreement import agree
 from trainer.parallel.data_parallel import GradSync, apply_data_parallel
 from trainer.parallel.mesh import Mesh
+from trainer.weights.load import load_weights
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+_DEBUG_VALUE = 0.01
 
 
 def build_parallel_model(
@@ -47,6 +54,38 @@ def build_parallel_model(
     grad_sync.materialize(mesh.device)
     log.info("attention %s, compute in %s, master weights in %s", attn, compute_dtype, config.optimization_dtype)
     return model, grad_sync
+
+
+def set_first_weights(
+    config: ModelConfig, model: CausalLM, grad_sync: GradSync, mesh: Mesh, *, folder: Path | None
+) -> None:
+    """Load or draw the weights of a run that does not resume; the log says which. Collective.
+
+    Args:
+        folder: of `model.name`, None when the model is described by `[model.arch]`.
+
+    Raises:
+        RunError: on every rank, when the weights cannot be loaded on any.
+    """
+    parameters = {name: grad_sync.as_global(name, master) for name, master in grad_sync.masters.items()}
+    init = config.init
+    if config.debug.random_init:
+        for master in grad_sync.masters.values():
+            master.fill_(_DEBUG_VALUE)
+        log.warning(
+            "weights: neither loaded nor drawn, all parameters are %g (model.debug.random_init): this run is for speed "
+            "only, its losses mean nothing",
+            _DEBUG_VALUE,
+        )
+    elif init is not None:
+        init_weights(parameters, std=init.std, seed=init.seed, rules=model.init_rules())
+        log.info("weights: drawn from [model.init], std %g, seed %d", init.std, init.seed)
+    else:
+        assert folder is not None, "SFTConfig.run_faults asks for one of model.name, [model.init], [resume]"
+        tied, is_shown = model.tied_names, mesh.rank == 0
+        num_bytes = agree(mesh, lambda: load_weights(folder, parameters, tied=tied, show_progress=is_shown))[0]
+        log.info("weights: from %s, %d tensors, %.3g GB", folder, len(parameters), num_bytes / 1e9)
+    grad_sync.publish()
 
 
 def choose_attention(attn: str, device: torch.device, compute_dtype: torch.dtype) -> str:

@@ -3,6 +3,7 @@
 The launcher calls `preflight`. Workers call `prepare` and `plan_run` for themselves and come to the same numbers.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from configs.errors import ConfigError, Fault
 from configs.sft import SFTConfig
 from models.base import CausalLM
 from models.errors import ArchError
-from models.registry import build_config, build_model
+from models.registry import build_config, build_model, read_config, shorten
 from trainer.checkpoint import check_fits, find_checkpoint, read_state
 from trainer.data.build import build_source
 from trainer.data.loader import RowLoader
@@ -29,6 +30,11 @@ from trainer.parallel.mesh import one_rank_mesh
 from trainer.state import STATE_KEYS
 from trainer.tokenizer import load_tokenizer
 from trainer.validation import build_validation
+from trainer.weights.fit import check_fit
+from trainer.weights.folder import open_weights, weight_file_names
+from trainer.weights.hub import fetch_weights, find_model
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +42,13 @@ class Inputs:
     """What a config points to, loaded and checked."""
 
     tokenizer: PreTrainedTokenizerBase | None
+    model_folder: Path | None
+    """Of `model.name`; its weights need not be there."""
+
+    whole_config: PretrainedConfig
     model_config: PretrainedConfig
+    """Of the model that is trained: all of `whole_config`, or its first `model.debug.num_layers` blocks."""
+
     source: RowSource
 
 
@@ -77,21 +89,38 @@ class Plan:
         ]
 
 
-def prepare(config: SFTConfig) -> Inputs:
+def prepare(config: SFTConfig, *, download: bool = False) -> Inputs:
     """Load the tokenizer, the architecture and the data that a config names.
+
+    Args:
+        config: of the run.
+        download: fetch what the model's folder on the hub has besides weights; otherwise its cache must have it.
 
     Raises:
         ConfigError: one of them is missing, damaged, or does not fit the others.
     """
-    tokenizer = _tokenizer(config)
-    model_config = _model_config(config, tokenizer)
+    name = config.model.name
+    model_folder = None if name is None else find_model(name, download=download)
+    tokenizer = _tokenizer(config, model_folder)
+    whole_config = _model_config(config, model_folder, tokenizer)
+    num_layers = config.model.debug.num_layers
+    try:
+        model_config = whole_config if num_layers is None else shorten(whole_config, num_layers)
+    except ArchError as error:
+        raise ConfigError.one("model.debug.num_layers", error.message) from error
     source = build_source(
         config.data,
         vocab_size=model_config.vocab_size,
         eos_token_id=tokenizer.eos_token_id if tokenizer is not None else None,  # type: ignore[arg-type]
-        tokenizer_name=config.tokenizer.name,
+        tokenizer_name=None if tokenizer is None else config.tokenizer_name,
     )
-    return Inputs(tokenizer=tokenizer, model_config=model_config, source=source)
+    return Inputs(
+        tokenizer=tokenizer,
+        model_folder=model_folder,
+        whole_config=whole_config,
+        model_config=model_config,
+        source=source,
+    )
 
 
 def plan_run(config: SFTConfig, source: RowSource, world_size: int) -> Plan:
@@ -134,7 +163,7 @@ def preflight(config: SFTConfig, *, run_dir: Path, world_size: int, say: Callabl
     Raises:
         ConfigError: the run cannot go; every fault found.
     """
-    inputs = prepare(config)
+    inputs = prepare(config, download=True)
     faults: list[Fault] = []
     plan = model = None
     with _collecting(faults):
@@ -156,6 +185,9 @@ def preflight(config: SFTConfig, *, run_dir: Path, world_size: int, say: Callabl
             say(f"resume: from {found}")
             if plan is not None and model is not None:
                 faults += _resume_faults(config, found, plan=plan, model=model, source=inputs.source)
+    # Last, so that no gigabytes are fetched for a run that cannot be.
+    if not faults and config.resume is None and config.model.takes_weights_of_name:
+        faults += _weight_faults(config, inputs, say)
     if faults or plan is None:
         raise ConfigError(faults)
     return plan
@@ -170,9 +202,14 @@ def _collecting(faults: list[Fault]) -> Iterator[None]:
         faults.extend(error.faults)
 
 
-def _tokenizer(config: SFTConfig) -> PreTrainedTokenizerBase | None:
-    if config.tokenizer.name is not None:
-        return load_tokenizer(config.tokenizer.name)
+def _tokenizer(config: SFTConfig, model_folder: Path | None) -> PreTrainedTokenizerBase | None:
+    name = config.tokenizer.name
+    if name is not None and (model_folder is None or name != config.model.name):
+        return load_tokenizer(name)
+    needed = name is not None or config.val is not None or isinstance(config.data, TokensDataConfig)
+    if model_folder is not None and needed:
+        log.info("tokenizer: that of %s", config.model.name)
+        return load_tokenizer(str(model_folder), "model.name" if name is None else "tokenizer.name")
     if isinstance(config.data, TokensDataConfig):
         raise ConfigError.one("tokenizer.name", "data of type tokens needs the tokenizer that wrote it")
     if config.val is not None:
@@ -180,17 +217,35 @@ def _tokenizer(config: SFTConfig) -> PreTrainedTokenizerBase | None:
     return None
 
 
-def _model_config(config: SFTConfig, tokenizer: PreTrainedTokenizerBase | None) -> PretrainedConfig:
-    assert config.model.arch is not None, "SFTConfig.run_faults asks for it"
+def _model_config(
+    config: SFTConfig, model_folder: Path | None, tokenizer: PreTrainedTokenizerBase | None
+) -> PretrainedConfig:
+    """The architecture of `model.name` or of `[model.arch]`."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    length = len(tokenizer) if tokenizer is not None else None
     try:
-        return build_config(
-            config.model.arch,
-            tokenizer_length=len(tokenizer) if tokenizer is not None else None,
-            special_ids={name: getattr(tokenizer, name, None) for name in names},
-        )
+        if model_folder is None:
+            assert config.model.arch is not None, "SFTConfig.run_faults asks for it"
+            special_ids = {name: getattr(tokenizer, name, None) for name in names}
+            return build_config(config.model.arch, tokenizer_length=length, special_ids=special_ids)
+        model_config = read_config(model_folder)
     except ArchError as error:
-        raise _arch_fault(error) from error
+        raise _arch_fault(config, error) from error
+    if length is not None and length > model_config.vocab_size:
+        raise ConfigError.one(
+            "tokenizer.name",
+            f"the tokenizer of {config.tokenizer_name} has {length} ids, more than the {model_config.vocab_size} rows "
+            f"of {config.model.name}'s embedding: enlarging it is not implemented, give the model's own tokenizer",
+        )
+    return model_config
+
+
+def _weight_faults(config: SFTConfig, inputs: Inputs, say: Callable[[str], None]) -> Iterator[Fault]:
+    """Why the weights of `model.name` cannot be loaded, from the headers of its files, which are fetched for it."""
+    name, folder = config.model.name, inputs.model_folder
+    assert name is not None and folder is not None
+    fetch_weights(name, folder, weight_file_names(folder), say)
+    yield from check_fit(open_weights(folder), _build_on_meta(config, inputs.whole_config))
 
 
 def _build_on_meta(config: SFTConfig, model_config: PretrainedConfig) -> CausalLM:
@@ -202,7 +257,7 @@ def _build_on_meta(config: SFTConfig, model_config: PretrainedConfig) -> CausalL
             dtype = DTYPES[config.model.optimization_dtype]
             return build_model(model_config, seq_len=config.longest_row, attn=attn, dtype=dtype)
     except ArchError as error:
-        raise _arch_fault(error) from error
+        raise _arch_fault(config, error) from error
 
 
 def _resume_faults(config: SFTConfig, path: Path, *, plan: Plan, model: CausalLM, source: RowSource) -> Iterator[Fault]:
@@ -241,7 +296,10 @@ def _resume_faults(config: SFTConfig, path: Path, *, plan: Plan, model: CausalLM
         yield from check_schedule(config.scheduler, lr=config.optim.lr, total_steps=plan.steps - step)
 
 
-def _arch_fault(error: ArchError) -> ConfigError:
+def _arch_fault(config: SFTConfig, error: ArchError) -> ConfigError:
+    if config.model.name is not None:
+        message = f"{error.key}: {error.message}" if error.key else error.message
+        return ConfigError.one("model.name", message)
     return ConfigError.one(f"model.arch.{error.key}" if error.key else "model.arch", error.message)
 
 

@@ -14,14 +14,13 @@ import torch
 from configs.checkpoint import CheckpointConfig
 from configs.errors import ConfigError
 from configs.sft import SFTConfig
-from models.init import init_weights
 from trainer.checkpoint import Checkpointer, checkpoint_size, find_checkpoint, read_state
 from trainer.checkpoint.agreement import agree
 from trainer.data.loader import RowLoader
 from trainer.errors import RunError
 from trainer.hooks import Hook, HookContext
 from trainer.micro_batch import run_micro_batches
-from trainer.model_setup import build_parallel_model
+from trainer.model_setup import build_parallel_model, set_first_weights
 from trainer.monitors import build_monitors
 from trainer.nan_guard import NanGuard
 from trainer.optim.build import build_optimizer
@@ -65,6 +64,7 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         self.mesh = mesh = build_mesh(config.deployment.timeout_seconds)
         inputs = prepare(config)
+        self.model_folder = inputs.model_folder
         self.plan = plan_run(config, inputs.source, mesh.world_size)
         self.model, self.grad_sync = build_parallel_model(
             config.model, inputs.model_config, seq_len=config.longest_row, mesh=mesh
@@ -243,21 +243,17 @@ class Trainer:
             self.monitors.log(step, metrics)
 
     def _first_weights(self) -> str | None:
-        """Weights from the checkpoint or drawn, never both; gives the wandb run to go on with."""
+        """Weights from one source: checkpoint, files or init. Gives the wandb run to go on with."""
         config = self.config
         if config.resume is None:
-            init = config.model.init
-            assert init is not None, "a config without resume has model.init"
-            masters = {name: self.grad_sync.as_global(name, master) for name, master in self.grad_sync.masters.items()}
-            init_weights(masters, std=init.std, seed=init.seed, rules=self.model.init_rules())
-            self.grad_sync.publish()
-            log.info("weights: drawn from [model.init], std %g, seed %d", init.std, init.seed)
+            set_first_weights(config.model, self.model, self.grad_sync, self.mesh, folder=self.model_folder)
             return None
         path = self._find_checkpoint(config.resume.dir or self.run_info.dir, step=config.resume.step)
         self.resumed_from = path
         saved = self._restore(path)
         self.resumed_metrics = {name: math.nan if value is None else value for name, value in saved["metrics"].items()}
-        log.info("weights: from checkpoint %s, after step %d", path, self.state.progress.step)
+        unused = f"; those of {config.model.name} are not loaded" if config.model.takes_weights_of_name else ""
+        log.info("weights: from checkpoint %s, after step %d%s", path, self.state.progress.step, unused)
         return saved["wandb_id"] if config.resume.dir is None else None
 
     def _find_checkpoint(self, run_dir: Path, *, step: int | None = None, at_most: int | None = None) -> Path:

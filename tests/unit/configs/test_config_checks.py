@@ -90,10 +90,17 @@ class TestSchedule:
 
 
 class TestWeights:
-    def test_name_alone_is_refused(self):
-        got = faults(model__name="some/model", model__arch__model_type=None, model__init=None)
-        assert list(got) == ["model.arch"]
-        assert got["model.arch"].startswith('is missing: weights of "some/model" cannot be loaded yet')
+    def test_name_alone_gives_model_and_weights(self):
+        config = sft(model__name="some/model", model__arch__model_type=None, model__init=None)
+        assert config.model.takes_weights_of_name and config.tokenizer_name == "some/model"
+
+    def test_name_beside_an_architecture(self):
+        got = faults(model__name="some/model")
+        assert got["model.name"].startswith('describes two models: "some/model" here and another one in [model.arch]')
+
+    def test_a_name_that_can_only_be_a_folder(self):
+        got = faults(model__name="./gone", model__arch__model_type=None)
+        assert got == {"model.name": "gone does not exist"}
 
     def test_nothing_at_all(self):
         assert list(faults(model__arch__model_type=None, model__init=None)) == ["model.arch", "model.init"]

@@ -68,10 +68,10 @@ def test_lists_replace_and_tables_merge():
 
 
 def test_file_below_a_table():
-    write("model.toml", 'name = "small"\n[arch]\nhidden_size = 48\n')
+    write("model.toml", 'attn = "sdpa"\n[arch]\nhidden_size = 48\n')
     write("arch.json", '{"head_dim": 8}')
     resolved = sft("--model", "@", "model.toml", "--model.arch", "@arch.json")
-    assert resolved.config.model.name == "small"
+    assert resolved.config.model.attn == "sdpa"
     assert resolved.config.model.arch == {"model_type": "llama", "hidden_size": 48, "head_dim": 8}
     assert resolved.origins["model.arch.head_dim"] == "arch.json"
 

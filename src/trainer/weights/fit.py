@@ -1,0 +1,74 @@
+"""Whether the weights of a folder are those of a model: all of them, of its shapes, and no others."""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from configs.errors import Fault
+from models.base import CausalLM
+from trainer.weights.folder import StoredTensor, WeightFiles
+
+FILE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""safetensors' names of the dtypes that hold weights as they are; others are quantised."""
+
+# Old exports keep the RoPE table, which is computed.
+_IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+_SHOWN = 5
+
+
+def check_fit(files: WeightFiles, model: CausalLM) -> Iterator[Fault]:
+    """What keeps the files from being the weights of `model`, from headers alone; faults at `model.name`.
+
+    Args:
+        files: of `open_weights`.
+        model: on any device, meta too.
+    """
+    parameters = dict(model.named_parameters())
+    missing = [name for name in parameters if name not in files.tensors]
+    known = {*parameters, *model.tied_names}
+    unexpected = [name for name in files.tensors if name not in known and not _IGNORED.search(name)]
+    if missing:
+        yield _fault(f"{files.folder} lacks {_listed(missing)}{_tie_advice(model, missing)}")
+    if unexpected:
+        yield _fault(f"{files.folder} holds {_listed(unexpected)} that the model of its config.json does not have")
+    wanted = {**parameters, **{name: parameters[target] for name, target in model.tied_names.items()}}
+    yield from check_tensors(files, wanted)
+
+
+def check_tensors(files: WeightFiles, wanted: Mapping[str, Tensor]) -> Iterator[Fault]:
+    """Shapes and dtypes of the wanted tensors that the files hold."""
+    found = {name: files.tensors[name] for name in wanted if name in files.tensors}
+    quantised = [name for name, stored in found.items() if stored.dtype not in FILE_DTYPES]
+    if quantised:
+        dtypes = sorted({found[name].dtype for name in quantised})
+        yield _fault(
+            f"{files.folder} holds {_listed(quantised)} as {', '.join(dtypes)}: quantised weights cannot be trained; "
+            f"give the model in one of {', '.join(FILE_DTYPES)}"
+        )
+    for name, stored in _wrong_shapes(found, wanted)[:_SHOWN]:
+        shape = tuple(wanted[name].shape)
+        yield _fault(f"{stored.file}: {name} is of shape {stored.shape}, and the model's is {shape}")
+
+
+def _wrong_shapes(found: Mapping[str, StoredTensor], wanted: Mapping[str, Tensor]) -> list[tuple[str, StoredTensor]]:
+    return [(name, stored) for name, stored in found.items() if stored.shape != tuple(wanted[name].shape)]
+
+
+def _tie_advice(model: CausalLM, missing: Iterable[str]) -> str:
+    tied = {id(matrix) for matrix in model.vocabulary_matrices[1:]}
+    heads = {name for name, parameter in model.named_parameters() if id(parameter) in tied}
+    if set(missing) != heads:
+        return ""
+    return "; if the head is the embedding, its config.json must say tie_word_embeddings = true"
+
+
+def _listed(names: Collection[str]) -> str:
+    shown = list(names)[:_SHOWN]
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({', '.join(shown)}{rest})"
+
+
+def _fault(message: str) -> Fault:
+    return Fault(key="model.name", message=message)
