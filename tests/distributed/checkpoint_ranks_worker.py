@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from configs.checkpoint import CheckpointConfig
-from trainer.checkpoint import Checkpointer, checkpoint_size, checkpointer, find_checkpoint, read_state
+from trainer.checkpoint import Checkpointer, find_checkpoint, read_state, tensor_writer
 from trainer.errors import RunError
 from trainer.parallel.mesh import Mesh
 
@@ -121,28 +121,27 @@ def check_failures(root: Path, mesh: Mesh, device_mesh: DeviceMesh) -> None:
     saver.save(1, tensors, {})
     saver.wait()
 
-    sync, disk_usage = checkpointer.sync, shutil.disk_usage
+    sync, disk_usage = tensor_writer.sync, shutil.disk_usage
 
     def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if mesh.rank == 1:
-        checkpointer.sync = full
+        tensor_writer.sync = full
     saver.save(2, tensors, {})
     assert_fails(
         lambda: saver.save(3, tensors, {}),
         f"checkpoint step_2 could not be written to {run_dir / 'checkpoints'}: No space left on device; "
         "earlier checkpoints are as they were",
     )
-    checkpointer.sync = sync
+    tensor_writer.sync = sync
 
     if mesh.rank == 1:
-        shutil.disk_usage = lambda path: disk_usage(path)._replace(free=2**20)
-    size = checkpoint_size(tensors, 2) + 2**30
+        shutil.disk_usage = lambda path: disk_usage(path)._replace(free=2**19)
     expected = (
-        f"not enough disk space for a checkpoint in {run_dir / 'checkpoints'}: it needs 1.00 GiB, free are 1.0 MiB"
+        f"not enough disk space for a checkpoint in {run_dir / 'checkpoints'}: it needs 1.0 MiB, free are 0.5 MiB"
     )
-    assert_fails(lambda: saver.check_space(size), expected)
+    assert_fails(lambda: saver.check_space(tensors), expected)
     shutil.disk_usage = disk_usage
 
     other = sharded_tensors(device_mesh, 0.0)

@@ -1,7 +1,9 @@
 """What the checkpoint tests share: one rank without a process group, and tensors that say which step they are of."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from configs.checkpoint import CheckpointConfig
 from trainer.checkpoint import Checkpointer
+from trainer.checkpoint.manifest import FileRecord, write_manifest
 from trainer.parallel.mesh import Mesh
 
 MakeCheckpointer = Callable[..., Checkpointer]
@@ -43,3 +46,27 @@ def tensors_of() -> Callable[[float], dict[str, Tensor]]:
         }
 
     return make
+
+
+@pytest.fixture
+def forge() -> Callable[..., None]:
+    """`forge(checkpoint, files={name: bytes}, state={...}, step=7)`: change a checkpoint as someone who knows the format
+    would: sizes and checksums fit again."""
+
+    def change(
+        path: Path,
+        *,
+        files: dict[str, bytes] | None = None,
+        records: dict[str, FileRecord] | None = None,
+        **values: Any,
+    ) -> None:
+        manifest = json.loads((path / "state.json").read_text())
+        if records is None:
+            records = {name: FileRecord(**record) for name, record in manifest["files"].items()}
+        for name, content in (files or {}).items():
+            (path / name).write_bytes(content)
+            records[name] = FileRecord.of(path / name)
+        values = {"step": manifest["step"], "state": manifest["state"], "files": records} | values
+        write_manifest(path, **values)
+
+    return change

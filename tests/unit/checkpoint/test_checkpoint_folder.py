@@ -26,6 +26,7 @@ def run_with(make_checkpointer: Any, tensors_of: Any, tmp_path: Path) -> Any:
 
 
 def _rewrite_state(path: Path, **changes: Any) -> None:
+    """Without a new checksum."""
     state = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps(state | changes))
 
@@ -36,29 +37,40 @@ def _cut(path: Path, size: int) -> None:
 
 
 DAMAGES = {
-    "no metadata": (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),
-    "no state": (lambda path: (path / "state.json").unlink(), "state.json is missing"),
-    "empty state": (lambda path: _cut(path / "state.json", 0), "state.json cannot be read (Expecting value"),
-    "other json": (lambda path: (path / "state.json").write_text("[1]"), "state.json is not of the known format"),
-    "another step": (lambda path: _rewrite_state(path, step=7), "state.json is of step 7"),
-    "future format": (lambda path: _rewrite_state(path, format=2), "state.json has format 2; this version reads 1"),
-    "no files": (lambda path: _rewrite_state(path, files=None), "state.json does not list the files"),
-    "no shard": (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-    "cut shard": (lambda path: _cut(path / "__0_0.distcp", 100), "__0_0.distcp has 100 bytes instead of "),
-    "empty metadata": (lambda path: _cut(path / ".metadata", 0), ".metadata has 0 bytes instead of "),
-    "binary metadata": (
-        lambda path: (path / ".metadata").write_bytes(b"x" * (path / ".metadata").stat().st_size),
+    "no metadata": (lambda path, forge: (path / ".metadata").unlink(), ".metadata is missing"),
+    "no state": (lambda path, forge: (path / "state.json").unlink(), "state.json is missing"),
+    "empty state": (lambda path, forge: _cut(path / "state.json", 0), "state.json cannot be read (Expecting value"),
+    "other json": (
+        lambda path, forge: (path / "state.json").write_text("[1]"),
+        "state.json is not of the known format",
+    ),
+    "another step": (lambda path, forge: forge(path, step=7), "state.json is of step 7"),
+    "changed state": (lambda path, forge: _rewrite_state(path, step=7), "state.json was changed since it was written"),
+    "older format": (
+        lambda path, forge: _rewrite_state(path, format=1),
+        "state.json has format 1; this version reads 2",
+    ),
+    "no files": (lambda path, forge: forge(path, records={}), "state.json does not list"),
+    "no shard": (lambda path, forge: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    "cut shard": (lambda path, forge: _cut(path / "__0_0.distcp", 100), "__0_0.distcp has 100 bytes instead of "),
+    "empty metadata": (lambda path, forge: _cut(path / ".metadata", 0), ".metadata has 0 bytes instead of "),
+    "other metadata": (
+        lambda path, forge: (path / ".metadata").write_bytes(b"x" * (path / ".metadata").stat().st_size),
+        ".metadata holds other bytes than were written (checksum ",
+    ),
+    "forged metadata": (
+        lambda path, forge: forge(path, files={".metadata": b"x"}),
         ".metadata cannot be read (UnpicklingError",
     ),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_damaged_newest_is_passed_over(run_with: Any, tmp_path: Path, kind: str) -> None:
+def test_damaged_newest_is_passed_over(run_with: Any, forge: Any, tmp_path: Path, kind: str) -> None:
     """Field case R66: a truncated shard or missing metadata in the newest: the one before it is taken, and said."""
     folder = run_with(9, 10)
     damage, reason = DAMAGES[kind]
-    damage(folder / "step_10")
+    damage(folder / "step_10", forge)
     said: list[str] = []
     assert find_checkpoint(tmp_path, None, said.append) == folder / "step_9"
     assert len(said) == 1

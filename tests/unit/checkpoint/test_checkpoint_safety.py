@@ -1,7 +1,6 @@
 """Loading runs no code from the folder."""
 
 import dataclasses
-import json
 import os
 import pickle
 import zipfile
@@ -35,27 +34,25 @@ def saved(make_checkpointer: Any, tensors_of: Any, tmp_path: Path) -> Path:
     return tmp_path / "checkpoints" / "step_1"
 
 
-def _replace(path: Path, name: str, content: bytes) -> None:
-    """Change a file and the size that state.json gives, as someone who plants it would."""
-    (path / name).write_bytes(content)
-    state = json.loads((path / "state.json").read_text())
-    state["files"][name] = len(content)
-    (path / "state.json").write_text(json.dumps(state))
+@pytest.fixture
+def edit_metadata(saved: Path, forge: Any) -> Callable[[Callable[[Metadata], None]], None]:
+    def change(edit: Callable[[Metadata], None]) -> None:
+        metadata = pickle.loads((saved / ".metadata").read_bytes())
+        edit(metadata)
+        forge(saved, files={".metadata": pickle.dumps(metadata)})
+
+    return change
 
 
-def _edit_metadata(path: Path, edit: Callable[[Metadata], None]) -> None:
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    edit(metadata)
-    _replace(path, ".metadata", pickle.dumps(metadata))
-
-
-def test_planted_pickle_is_refused(saved: Path, make_checkpointer: Any, tensors_of: Any, tmp_path: Path) -> None:
+def test_planted_pickle_is_refused(
+    saved: Path, forge: Any, make_checkpointer: Any, tensors_of: Any, tmp_path: Path
+) -> None:
     """The library's own reader would run it."""
     target = tmp_path / "planted"
     metadata = pickle.loads((saved / ".metadata").read_bytes())
     metadata.planner_data = Payload(target)
     for content in (pickle.dumps(Payload(target)), pickle.dumps(metadata)):
-        _replace(saved, ".metadata", content)
+        forge(saved, files={".metadata": content})
         with pytest.raises(RunError) as raised:
             make_checkpointer().load(saved, tensors_of(0))
         assert str(raised.value) == (
@@ -69,7 +66,7 @@ def test_planted_pickle_is_refused(saved: Path, make_checkpointer: Any, tensors_
 
 
 def test_planted_pickle_in_a_tensor_is_refused(
-    saved: Path, make_checkpointer: Any, tensors_of: Any, tmp_path: Path
+    saved: Path, forge: Any, edit_metadata: Any, make_checkpointer: Any, tensors_of: Any, tmp_path: Path
 ) -> None:
     """Tensors are read with weights_only: a shard in torch's zip format whose pickle runs a command."""
     target = tmp_path / "planted"
@@ -78,7 +75,7 @@ def test_planted_pickle_in_a_tensor_is_refused(
         archive.writestr("archive/data.pkl", pickle.dumps(Payload(target), protocol=2))
         archive.writestr("archive/version", "3\n")
         archive.writestr("archive/byteorder", "little")
-    _replace(saved, "__0_0.distcp", shard.getvalue())
+    forge(saved, files={"__0_0.distcp": shard.getvalue()})
 
     def point_at_it(metadata: Metadata) -> None:
         metadata.storage_data = {
@@ -86,7 +83,7 @@ def test_planted_pickle_in_a_tensor_is_refused(
             for index, info in metadata.storage_data.items()
         }
 
-    _edit_metadata(saved, point_at_it)
+    edit_metadata(point_at_it)
     with pytest.raises(
         RunError, match="cannot be loaded: a file of tensors is damaged, or holds something else than tensors"
     ):
@@ -153,8 +150,8 @@ def _no_storage(metadata: Metadata) -> None:
         (_no_storage, ".metadata is not of the known format"),
     ],
 )
-def test_metadata_is_checked(saved: Path, edit: Callable[[Metadata], None], reason: str) -> None:
-    _edit_metadata(saved, edit)
+def test_metadata_is_checked(saved: Path, edit_metadata: Any, edit: Callable[[Metadata], None], reason: str) -> None:
+    edit_metadata(edit)
     with pytest.raises(DamagedError) as raised:
         read_metadata(saved)
     assert str(raised.value).startswith(reason)
@@ -184,7 +181,9 @@ def test_another_object_is_not_metadata(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("extra", [(), ((3, 1),)])
-def test_properties_of_every_supported_torch(saved: Path, monkeypatch: pytest.MonkeyPatch, extra: Any) -> None:
+def test_properties_of_every_supported_torch(
+    saved: Path, forge: Any, monkeypatch: pytest.MonkeyPatch, extra: Any
+) -> None:
     """torch 2.15 pickles one property more than 2.11; each must read what the other wrote."""
     from torch.distributed.checkpoint.metadata import TensorProperties
 
@@ -192,7 +191,7 @@ def test_properties_of_every_supported_torch(saved: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(TensorProperties, "__getstate__", lambda self: (*get_state(self)[:5], *extra))
         content = pickle.dumps(_unpickled(saved))
-    _replace(saved, ".metadata", content)
+    forge(saved, files={".metadata": content})
     entry = read_metadata(saved).state_dict_metadata["model.norm"]
     assert entry.properties.dtype == torch.bfloat16
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from trainer.checkpoint import Checkpointer, checkpoint_size, checkpointer, find_checkpoint, read_state
+from trainer.checkpoint import Checkpointer, checkpoint_size, find_checkpoint, read_state, tensor_writer
 from trainer.checkpoint.folder import list_steps
 from trainer.errors import RunError
 
@@ -55,8 +55,8 @@ def test_training_after_save_changes_nothing(
         assert changed.wait(60)
         return write(*args, **kwargs)
 
-    write = checkpointer.save_tensors
-    monkeypatch.setattr(checkpointer, "save_tensors", write_after_change)
+    write = tensor_writer.save_tensors
+    monkeypatch.setattr(tensor_writer, "save_tensors", write_after_change)
     tensors, state = tensors_of(1), {"skips": [[1, 2]]}
     saver = make_checkpointer()
     saver.save(1, tensors, state)
@@ -105,7 +105,10 @@ def test_asynchronous_and_inline_write_the_same(make_checkpointer: Any, tensors_
         saver = make_checkpointer(async_save=async_save)
         saver.save(1, tensors_of(4), {"a": 1})
         saver.wait()
-        contents.append([(path / name).read_bytes() for name in ("__0_0.distcp", "state.json")])
+        manifest = json.loads((path / "state.json").read_text())
+        # `.metadata` carries a number of its own for each save.
+        shards = {name: record for name, record in manifest["files"].items() if name != ".metadata"}
+        contents.append([(path / "__0_0.distcp").read_bytes(), manifest["state"], shards])
     assert contents[0] == contents[1]
 
 
@@ -171,7 +174,7 @@ def test_space_is_checked_at_start_and_before_a_save(
     saver = make_checkpointer()
     size = checkpoint_size(tensors_of(1), 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10 * size, 9 * size, size))
-    saver.check_space(size)
+    saver.check_space(tensors_of(1))
     saver.save(1, tensors_of(1), {})
     saver.wait()
 
@@ -180,7 +183,7 @@ def test_space_is_checked_at_start_and_before_a_save(
         f"not enough disk space for a checkpoint in {tmp_path / 'checkpoints'}: it needs 1.0 MiB, free are 1.0 MiB"
     )
     with pytest.raises(RunError) as at_start:
-        saver.check_space(size)
+        saver.check_space(tensors_of(1))
     assert str(at_start.value) == expected
     with pytest.raises(RunError) as at_save:
         saver.save(2, tensors_of(2), {})
@@ -257,7 +260,7 @@ def test_error_of_the_writer_is_raised_by_the_next_save(
         raise OSError(errno.EIO, "Input/output error")
 
     saver = make_checkpointer()
-    monkeypatch.setattr(checkpointer, "sync", fail)
+    monkeypatch.setattr(tensor_writer, "sync", fail)
     saver.save(1, tensors_of(1), {})
     with pytest.raises(RunError, match=r"step_1 could not be written to .*: Input/output error;"):
         saver.save(2, tensors_of(2), {})
@@ -309,7 +312,7 @@ def test_load_of_a_damaged_one_names_the_reason(make_checkpointer: Any, tensors_
     assert str(raised.value) == f"checkpoint {path} cannot be loaded: state.json is missing"
     with pytest.raises(RunError, match=r"cannot be loaded: state.json is missing"):
         read_state(path)
-    state["format"] = 2
+    state["format"] = 1
     (path / "state.json").write_text(json.dumps(state))
-    with pytest.raises(RunError, match=r"state\.json has format 2; this version reads 1"):
+    with pytest.raises(RunError, match=r"state\.json has format 1; this version reads 2"):
         read_state(path)

@@ -1,6 +1,5 @@
 """What a resume cannot do shows before anything is started, and in a dry run."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from configs.errors import ConfigError
 from configs.sft import SFTConfig
 from models.registry import build_model
 from trainer.checkpoint import Checkpointer
+from trainer.checkpoint.manifest import file_records, read_manifest, write_manifest
 from trainer.data.loader import RowLoader
 from trainer.parallel.mesh import one_rank_mesh
 from trainer.preflight import preflight, prepare
@@ -99,8 +99,8 @@ def test_schedule_that_starts_anew_must_fit_in_the_steps_left(run_dir: Path) -> 
 def test_state_of_another_version(run_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(run_dir, tmp_path / "one")
     path = tmp_path / "one" / "checkpoints" / "step_6"
-    manifest = json.loads((path / "state.json").read_text())
-    del manifest["state"]["data"]
-    (path / "state.json").write_text(json.dumps(manifest))
+    manifest = read_manifest(path)
+    state = {key: value for key, value in manifest["state"].items() if key != "data"}
+    write_manifest(path, step=6, state=state, files=file_records(manifest))
     message = f"the state.json of {path} is of another version: it lacks ['data']"
     assert _faults(_config(), tmp_path / "one") == [("resume", message)]
