@@ -9,7 +9,13 @@ SECRET_NAME = re.compile(
     r"(^|_)(api_?key|access_?key|password|passwd|secret|credentials?|(api|hf|hub|auth|access|bearer)_?token)$|^token$",
     re.IGNORECASE,
 )
-"""What a key, or an environment variable, is called that holds a secret."""
+"""What the key of a secret is called."""
+
+_SECRET_VARIABLE = re.compile(
+    r"((?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)token|(api|access|private|secret)_?key|passw(or)?d|secret|credentials?)$",
+    re.IGNORECASE,
+)
+"""What an environment variable with a secret is called: here any token is one but those of a tokenizer."""
 
 _LEAST_SECRET = 8
 """Shorter values (`HF_TOKEN=1`) would star out ordinary text, and are no secrets."""
@@ -39,7 +45,7 @@ def star_secrets(text: str, environ: Mapping[str, str] = os.environ) -> str:
     variables that are named like secrets: libraries put both into their error messages."""
     for name, value in environ.items():
         secret = value.strip()
-        if len(secret) >= _LEAST_SECRET and SECRET_NAME.search(name):
+        if len(secret) >= _LEAST_SECRET and _SECRET_VARIABLE.search(name):
             text = text.replace(secret, "***")
     return _LOGIN.sub("***", text)
 
