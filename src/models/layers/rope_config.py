@@ -36,8 +36,6 @@ def rope_of_config(config: PretrainedConfig, head_dim: int) -> Rope:
     parameters: Mapping[str, Any] = config.rope_parameters or {}
     if head_dim % 2:
         raise ArchError("head_dim", f"RoPE needs an even head dimension, not {head_dim}")
-    if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise ArchError(KEY, "RoPE parameters of their own for each layer type are not implemented")
     if parameters.get("partial_rotary_factor", 1) not in (None, 1):
         raise ArchError(KEY, "partial_rotary_factor other than 1 is not implemented")
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
