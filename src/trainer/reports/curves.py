@@ -1,7 +1,6 @@
 """Which curves a report shows, in which cards, and their points."""
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -92,11 +91,15 @@ _SPEED = (
     CardSpec(title="Checkpoint", unit="s the loop stood still", metrics=("time/save_ckpt",)),
     CardSpec(title="Validation", unit="s a round", metrics=("time/val",)),
 )
-_HELD_OUT_TITLES = {"bpb": ("bits per byte", 0), "acc": ("accuracy", 1), "acc_norm": ("accuracy per byte", 2)} | {
-    "margin": ("margin", 3),
-    "loss": ("nats per token", 4),
-    "perplexity": ("perplexity", 5),
+_HELD_OUT_UNITS = {
+    "bpb": "bits per byte",
+    "acc": "accuracy",
+    "acc_norm": "accuracy per byte",
+    "margin": "margin",
+    "loss": "nats per token",
 }
+"""Units of held-out metrics, in the order of their cards."""
+
 _COVERED = ("params/", "progress/", "loss/", "optim/", "perf/", "time/", "val/", "digest/")
 """Prefixes that have cards of their own, or say nothing as a curve."""
 
@@ -140,17 +143,16 @@ def _held_out_cards(names: Sequence[str]) -> list[CardSpec]:
             metric, _, length = metric.partition("@")
             if metric != "perplexity":
                 found.setdefault((held_out, metric), []).append((length, name))
+    order = list(_HELD_OUT_UNITS)
     cards = []
-    for (held_out, metric), members in sorted(
-        found.items(), key=lambda item: _HELD_OUT_TITLES.get(item[0][1], ("", 9))[1]
-    ):
-        kind = _HELD_OUT_TITLES.get(metric, (metric, 9))[0]
+    for held_out, metric in sorted(found, key=lambda key: order.index(key[1]) if key[1] in order else len(order)):
+        lengths, members = zip(*found[held_out, metric], strict=True)
         cards.append(
             CardSpec(
                 title=f"Held-out {held_out}".strip(),
-                unit=kind,
-                metrics=tuple(name for _, name in members),
-                variants=tuple(f"@{length}" if length else kind for length, _ in members),
+                unit=_HELD_OUT_UNITS.get(metric, metric),
+                metrics=members,
+                variants=tuple(f"@{length}" if length else "" for length in lengths),
             )
         )
     return cards
@@ -214,12 +216,10 @@ def _thinned(sections: list[Section], runs: Sequence[PlottedRun]) -> list[Sectio
         steps, values = curve.steps[kept], curve.values[kept]
         return replace(curve, steps=steps, values=values, x={axis: axes[curve.run].at(axis, steps) for axis in AXES})
 
-    return [
-        replace(
-            section, cards=[replace(card, curves=[drawn(curve) for curve in card.curves]) for card in section.cards]
-        )
-        for section in sections
-    ]
+    def drawn_card(card: Card) -> Card:
+        return replace(card, curves=[drawn(curve) for curve in card.curves])
+
+    return [replace(section, cards=[drawn_card(card) for card in section.cards]) for section in sections]
 
 
 def is_thinned(sections: Sequence[Section], runs: Sequence[PlottedRun]) -> bool:

@@ -49,7 +49,7 @@ function element(tag, attributes = {}, ...children) {
 
 // Plotly reads a small markup in its texts.
 function plotlyText(text) {
-  return text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;").replace(/%\{/g, "%&#123;");
+  return text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 }
 
 function numbers(packed) {
@@ -91,7 +91,7 @@ function traceOf(card, curve) {
     visible: !isHidden(curve.run) && !bare,
     opacity: faint ? (isDark.matches ? 0.5 : 0.35) : 1,
     hoverinfo: faint || mark ? "skip" : "all",
-    hovertemplate: faint || mark ? null : "%{y:.5~g}",
+    hovertemplate: faint || mark ? null : "%{fullData.name}: %{y:.5~g}<extra></extra>",
     line: { color: colour(curve.run), width: curve.kind === "smooth" ? 2 : faint ? 1 : 1.6, dash: dashOf(curve) },
     marker: mark
       ? { symbol: mark.symbol, size: mark.size, color: colour(curve.run), line: { width: mark.width, color: colour(curve.run) } }
@@ -125,6 +125,8 @@ function layoutOf(card) {
       title: { text: axis.title, standoff: 4 },
       type: state.logX ? "log" : "linear",
       exponentformat: "B",
+      spikecolor: css("--soft"),
+      spikethickness: 1,
       hoverformat: axis.hover,
       ...xRange(),
     },

@@ -1,13 +1,15 @@
-"""The page: one HTML file that holds the plotting library, the curves and their script, and asks no network for anything.
+"""The page: one HTML file with the plotting library, the curves and their script, which needs no network.
 
-What comes from runs (names, settings, names of metrics) reaches the page in two ways: as escaped text in tables, and as
-JSON that the script puts on the page as text. The content policy at the top lets the browser run our two scripts only.
+What comes from runs (names, settings, names of metrics) reaches the page in two ways: as escaped text in tables, and
+as JSON that the script puts on the page as text. The content policy at the top lets the browser run our two scripts
+only.
 """
 
 import base64
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -105,7 +107,8 @@ def write_page(path: Path, page: str) -> None:
         new.write_text(page, encoding="utf-8")
         new.replace(path)
     except OSError as error:
-        new.unlink(missing_ok=True)
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
         raise RunError(f"the page {path} cannot be written: {error.strerror}") from error
 
 
@@ -121,13 +124,14 @@ def _hash(script: str) -> str:
 def _notes(sections: Sequence[Section], runs: Sequence[PlottedRun]) -> str:
     notes = [
         "Smooth curves are exponential means that reach back over the square root of the number of steps.",
-        f"Crosses mark skipped updates, triangles losses over {SPIKE_DEVIATIONS:g} standard deviations above the 128 before.",
+        "On the loss, crosses mark skipped updates and triangles spikes: more than "
+        f"{SPIKE_DEVIATIONS:g} standard deviations above the 128 steps before.",
         "Hours are those on record: steps, validations, waits for checkpoints; not starts.",
     ]
     if is_thinned(sections, runs):
         notes.append(
-            "Long curves are thinned for display: cut into stretches of equally many points, of each the lowest and the "
-            "highest are drawn, so that no spike is lost. metrics.jsonl has every step."
+            "Long curves are thinned for display: cut into stretches of equally many points, of each the lowest and "
+            "the highest are drawn, so that no spike is lost. metrics.jsonl has every step."
         )
     return " ".join(notes)
 
