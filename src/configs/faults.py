@@ -30,7 +30,7 @@ def build_config(cls: type[T], values: dict[str, Any], origins: dict[Key, str]) 
     """
     walk = _Walk(root=cls, origins=origins)
     sound = walk.table(values, cls, ())
-    walk.refuse_logins(values, ())
+    walk.refuse_texts(values, ())
     try:
         config = cls.model_validate(sound)
     except ValidationError as error:
@@ -73,18 +73,21 @@ class _Walk:
                 sound[name] = kept
         return sound
 
-    def refuse_logins(self, value: Any, key: Key) -> None:
-        """A config is shown, kept in the run directory and sent to wandb."""
+    def refuse_texts(self, value: Any, key: Key) -> None:
+        """Texts that no config may hold: logins, since a config is shown, kept in the run directory and sent to wandb;
+        NUL, which no path and no other program takes."""
         if isinstance(value, (dict, list)):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for name, item in items:
-                self.refuse_logins(item, key if isinstance(value, list) else (*key, str(name)))
+                self.refuse_texts(item, key if isinstance(value, list) else (*key, str(name)))
         elif isinstance(value, str) and has_login(value):
             message = (
                 f"{show(value)} holds a login, which would be written into the run directory and logs; take it out and "
                 "give it through the environment or ~/.netrc"
             )
             self.note(key, message)
+        elif isinstance(value, str) and "\x00" in value:
+            self.note(key, f"{show(value)} holds a NUL character")
 
     def _value(self, value: Any, slot: Slot, key: Key) -> Any:
         """The sound part of a value of the right type; None where nothing of it is."""

@@ -23,7 +23,10 @@ def load_tokenizer(name: str, key: str = "tokenizer.name") -> "PreTrainedTokeniz
     # transformers takes seconds to import, and a config fault elsewhere should show before that.
     from transformers import AutoTokenizer
 
-    folder = Path(name).is_dir()
+    try:
+        folder = Path(name).is_dir()
+    except OSError as error:
+        raise ConfigError.one(key, f"{name} cannot be read: {error.strerror}") from error
     if not folder and not is_hub_id(name):
         raise ConfigError.one(key, f"there is no folder {name}")
     try:
