@@ -28,7 +28,7 @@ class ExportConfig(BaseConfig):
     """Folder to write. Unset: <run_dir>/exports/step_N."""
 
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """Dtype of the weights. Unset: that in which the run computed, as a rule bfloat16; the master weights are float32."""
+    """Dtype of the weights. Unset: that in which the run computed, as a rule bfloat16. Masters are kept in float32."""
 
     max_shard_size: str = "5GB"
     """Larger models are cut into files of at most this many bytes: a number with KB, MB, GB, TB, KiB, MiB, GiB or

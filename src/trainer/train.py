@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,8 @@ from typing import Any
 import torch
 
 from configs.checkpoint import CheckpointConfig
-from configs.errors import ConfigError
 from configs.sft import SFTConfig
-from trainer.checkpoint import Checkpointer, checkpoint_size, find_checkpoint, read_state
+from trainer.checkpoint import Checkpointer, read_state
 from trainer.checkpoint.agreement import agree
 from trainer.data.loader import RowLoader
 from trainer.errors import RunError
@@ -27,10 +27,11 @@ from trainer.optim.build import build_optimizer
 from trainer.optim.gradients import clip_gradients, gradient_norms
 from trainer.optim.schedule import learning_rate
 from trainer.parallel.mesh import build_mesh
+from trainer.parallel.stop_votes import StopVotes
 from trainer.preflight import plan_run, prepare
 from trainer.report import Metrics, StepMarks, StepReport, StepReporter
 from trainer.run import Run
-from trainer.state import TrainState
+from trainer.state import TrainState, model_record
 from trainer.validation import build_validation
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,8 @@ class Trainer:
         )
         self.hooks: list[Hook] = []
         self.state = TrainState(self.grad_sync, self.optimizer, self.loader, NanGuard(config.nan_guard), self.hooks)
-        self.checkpointer = Checkpointer(run.dir, config.ckpt, mesh)
+        record = model_record(config, inputs.model_config, has_tokenizer=inputs.tokenizer is not None)
+        self.checkpointer = Checkpointer(run.dir, config.ckpt, mesh, record)
         self.validation = build_validation(
             config.val,
             tokenizer=inputs.tokenizer,
@@ -104,7 +106,7 @@ class Trainer:
         self.reporter = StepReporter(self.model, self.state, mesh, checksum_interval=config.log.checksum_interval)
         self.stopping = False
         if config.ckpt is not None:
-            self.checkpointer.check_space(checkpoint_size(self.state.tensors(), mesh.world_size))
+            self.checkpointer.check_space(self.state.tensors())
 
     def run(self) -> None:
         """All steps from where the state stands."""
@@ -162,15 +164,21 @@ class Trainer:
     def _begin(self, step: int) -> None:
         """What is recorded before the first step; or, when a stop was asked for meanwhile, a checkpoint only."""
         self.stopping = any(agree(self.mesh, lambda: self.run_info.stop.requested))
-        if self.stopping:
-            if self.config.ckpt is not None and self.resumed_from is None:
-                self._save(step, {})
-        elif step == 0:
-            val = self.config.val
-            validates = val is not None and (val.eval_on_start or (val.eval_on_end and self.plan.steps == 0))
-            self._log(0, self._parameter_counts() | (self._validate() if validates else {}))
-        elif self.resumed_from is not None and self.resumed_from.resolve().is_relative_to(self.run_info.dir.resolve()):
-            self._make_up(step)
+        if not self.stopping:
+            if step == 0:
+                val = self.config.val
+                validates = val is not None and (val.eval_on_start or (val.eval_on_end and self.plan.steps == 0))
+                self._log(0, self._parameter_counts() | (self._validate(0) if validates else {}))
+            elif self._resumes_here:
+                self._make_up(step)
+        if self.stopping and self.config.ckpt is not None and not self._resumes_here:
+            self._save(step, {})
+
+    @property
+    def _resumes_here(self) -> bool:
+        """The run goes on from a checkpoint of its own, not from one of another run."""
+        path = self.resumed_from
+        return path is not None and path.resolve().is_relative_to(self.run_info.dir.resolve())
 
     def _rest(self, step: int) -> int:
         """Between two steps: read what is under way, then checkpoint, validation, one log call. Gives the next step."""
@@ -181,26 +189,34 @@ class Trainer:
             self._log(step, report.metrics)
             return self._go_back(report)
         metrics = report.metrics
-        if self._saves(step):
-            metrics = metrics | self._save(step, metrics)
-        if self._validates(step):
-            if self.stopping and self.config.ckpt is not None:
-                log.info("the validation of step %d is left to the resumed run", step)
-            else:
-                metrics = metrics | self._validate()
+        try:
+            saved = self._saves(step)
+            if saved:
+                metrics = metrics | self._save(step, metrics)
+            if self._validates(step):
+                metrics = metrics | self._validate(step)
+            if self._saves(step) and not saved:  # a stop was asked for during the validation
+                metrics = metrics | self._save(step, metrics)
+        except RunError:
+            # The step was taken, whatever became of the rest; and the first failure is the one to tell.
+            with suppress(RunError):
+                self._log(step, metrics)
+            raise
         self._log(step, metrics)
         return step
 
     def _make_up(self, step: int) -> None:
-        """Record what the run had no time for after the checkpoint of `step`, when it was killed: the step's metrics
-        and its validation."""
+        """Record what the run had no time for after the checkpoint of `step`, when it was killed: the step's metrics,
+        its validation, and its weights."""
         recorded = agree(self.mesh, lambda: self.monitors.recorded if self.monitors else None)[0]
         assert recorded is not None, "rank 0 has monitors"
         metrics = {} if "loss/mean" in recorded else self.resumed_metrics
         if self._validates(step) and "time/val" not in recorded:
-            metrics = metrics | self._validate()
+            metrics = metrics | self._validate(step)
         if metrics:
             self._log(step, metrics)
+        assert self.resumed_from is not None
+        self.checkpointer.make_up_weights(self.resumed_from)
 
     def _save(self, step: int, metrics: Metrics) -> Metrics:
         """Write the checkpoint of `step`; `metrics` are those of the step."""
@@ -225,12 +241,21 @@ class Trainer:
         at_interval = val.interval is not None and step % val.interval == 0
         return at_interval or (val.eval_on_end and step == self.plan.steps)
 
-    def _validate(self) -> Metrics:
+    def _validate(self, step: int) -> Metrics:
+        """Score the held-out sets; nothing when a stop is asked for before all are scored."""
         assert self.validation is not None
         start = time.perf_counter()
-        on_progress = partial(self.monitors.show_part, "validation") if self.monitors else None
-        metrics: Metrics = dict(self.validation.run(self.model, on_progress))
-        return metrics | {"time/val": time.perf_counter() - start}
+        metrics = None
+        if not self.stopping:
+            on_progress = partial(self.monitors.show_part, "validation") if self.monitors else None
+            votes = StopVotes(self.mesh, lambda: self.run_info.stop.requested)
+            metrics = self.validation.run(self.model, on_progress, leave=votes.cast)
+            self.stopping |= votes.settle()
+        if metrics is None:
+            left_to = "the resumed run" if self.config.ckpt is not None else "nobody: there is no [ckpt]"
+            log.info("stopping: the validation of step %d is left to %s", step, left_to)
+            return {}
+        return {**metrics, "time/val": time.perf_counter() - start}
 
     def _learning_rate(self, step: int) -> float:
         start = self.state.progress.schedule_start
@@ -248,28 +273,13 @@ class Trainer:
         if config.resume is None:
             set_first_weights(config.model, self.model, self.grad_sync, self.mesh, folder=self.model_folder)
             return None
-        path = self._find_checkpoint(config.resume.dir or self.run_info.dir, step=config.resume.step)
+        path = self.checkpointer.find(config.resume.dir or self.run_info.dir, step=config.resume.step)
         self.resumed_from = path
         saved = self._restore(path)
         self.resumed_metrics = {name: math.nan if value is None else value for name, value in saved["metrics"].items()}
         unused = f"; those of {config.model.name} are not loaded" if config.model.takes_weights_of_name else ""
         log.info("weights: from checkpoint %s, after step %d%s", path, self.state.progress.step, unused)
         return saved["wandb_id"] if config.resume.dir is None else None
-
-    def _find_checkpoint(self, run_dir: Path, *, step: int | None = None, at_most: int | None = None) -> Path:
-        """`find_checkpoint`, on rank 0 alone: another node may not see the newest folder of shared storage yet."""
-
-        def look() -> Path | None:
-            if self.mesh.rank != 0:
-                return None
-            try:
-                return find_checkpoint(run_dir, step, log.warning, at_most=at_most)
-            except ConfigError as error:
-                raise RunError(error.faults[0].message) from error
-
-        path = agree(self.mesh, look)[0]
-        assert path is not None
-        return path
 
     def _restore(self, path: Path) -> dict[str, Any]:
         saved = read_state(path)
@@ -296,7 +306,7 @@ class Trainer:
         if report.verdict == "stop":
             raise RunError(f"{reason} (nan_guard.max_consecutive reached, no nan_guard.max_rewinds left)")
         try:
-            path = self._find_checkpoint(self.run_info.dir, at_most=report.step + 1)
+            path = self.checkpointer.find(self.run_info.dir, at_most=report.step + 1)
         except RunError as error:
             raise RunError(f"{reason}, and there is no checkpoint to go back to") from error
         self.grad_sync.clear_gradients()

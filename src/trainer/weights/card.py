@@ -28,7 +28,7 @@ def write_config(folder: Path, config: Mapping[str, Any], dtype: str) -> list[Pa
     from transformers import PretrainedConfig, __version__
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    plain = PretrainedConfig().to_dict()
+    plain = json.loads(json.dumps(PretrainedConfig().to_dict()))
     values = {
         key: value
         for key, value in config.items()

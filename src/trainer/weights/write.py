@@ -84,6 +84,7 @@ def write_safetensors(
                 assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), entry.name
                 numbers: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
                 file.write(memoryview(numbers))
+                del tensor, numbers  # before the next one is read
                 done += entry.num_bytes
                 on_progress(done)
             file.flush()

@@ -50,8 +50,8 @@ def tensors_of() -> Callable[[float], dict[str, Tensor]]:
 
 @pytest.fixture
 def forge() -> Callable[..., None]:
-    """`forge(checkpoint, files={name: bytes}, state={...}, step=7)`: change a checkpoint as someone who knows the format
-    would: sizes and checksums fit again."""
+    """`forge(checkpoint, files={name: bytes}, state={...}, step=7)`: change a checkpoint as someone who knows the
+    format would: sizes and checksums fit again."""
 
     def change(
         path: Path,
