@@ -33,7 +33,7 @@ def check_weights(model: ModelConfig, *, resuming: bool) -> list[Fault]:
         )
         faults.append(Fault(key="model.arch", message=message))
     if model.name is not None and not is_hub_id(model.name):
-        faults += _check_folder("model.name", Path(model.name))
+        faults += check_folder("model.name", Path(model.name))
     if resuming:
         if model.debug.random_init:
             message = "leaves the weights undefined, and [resume] loads them; give only one of them"
@@ -107,7 +107,7 @@ def check_resume(
         message = "would mix the steps counted anew with this run's checkpoints of old; fork it: give resume.dir"
         faults.append(Fault(key="ckpt.skip_progress", message=message))
     if resume.dir is not None:
-        faults += _check_folder("resume.dir", resume.dir)
+        faults += check_folder("resume.dir", resume.dir)
     if counts_on and resume.step is not None and max_steps is not None and resume.step > max_steps:
         faults.append(Fault(key="resume.step", message=f"{resume.step} is past the end, max_steps = {max_steps}"))
     return faults
@@ -121,11 +121,11 @@ def check_folders(data: DataConfig, val: ValConfig | None) -> list[Fault]:
     if val is None:
         return faults
     if val.data_dir is not None:
-        faults += _check_folder("val.data_dir", val.data_dir)
+        faults += check_folder("val.data_dir", val.data_dir)
     for entry in val.sets:
         if not isinstance(entry, str):
             faults += _check_exists("val.sets", entry.path)
-        elif val.data_dir is not None and not _check_folder("val.data_dir", val.data_dir):
+        elif val.data_dir is not None and not check_folder("val.data_dir", val.data_dir):
             faults += _check_exists("val.sets", val.data_dir / entry)
     return faults
 
@@ -138,6 +138,7 @@ def _check_exists(key: str, path: Path) -> list[Fault]:
     return [] if exists else [Fault(key=key, message=f"{path} does not exist")]
 
 
-def _check_folder(key: str, path: Path) -> list[Fault]:
+def check_folder(key: str, path: Path) -> list[Fault]:
+    """The folder is there."""
     faults = _check_exists(key, path)
     return faults or ([] if path.is_dir() else [Fault(key=key, message=f"{path} is not a folder")])

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from configs.base import BaseConfig
+from configs.checks import check_folder
 from configs.errors import Fault
 from configs.sft import TokenizerConfig
 
@@ -52,10 +53,7 @@ class ExportConfig(BaseConfig):
         return []
 
     def run_faults(self) -> list[Fault]:
-        if not self.checkpoint.is_dir():
-            what = "is not a folder" if self.checkpoint.exists() else "does not exist"
-            return [Fault(key="checkpoint", message=f"{self.checkpoint} {what}")]
-        return []
+        return check_folder("checkpoint", self.checkpoint)
 
 
 def _bytes_of(text: str) -> int | None:

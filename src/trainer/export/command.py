@@ -42,7 +42,10 @@ def _start(config: "ExportConfig") -> int:
 
     path = _find(config)
     target = _target(config, path)
-    _check_target(target, clean=config.clean)
+    try:
+        _check_target(target, clean=config.clean)
+    except OSError as error:
+        raise ConfigError.one("output_dir", f"{target} cannot be used: {error.strerror}") from error
     export = plan_export(path, config.dtype)
     tokenizer = _tokenizer(config, export)
     say(f"export: {path}, {export.num_params:,} parameters, {export.num_bytes:,} bytes in {export.dtype}")
