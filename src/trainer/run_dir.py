@@ -200,7 +200,8 @@ def _lock(run_dir: Path, say: Callable[[str], None]) -> TextIO:
     The launcher ends up with a shared lock, as each worker does (share_run_dir), and a newcomer asks for an exclusive
     one: so the directory is in use as long as any process of the run lives.
     """
-    lock = (run_dir / _LOCK).open("a+")
+    # Emptied below: a link put there by another user must not lead to a file of ours.
+    lock = os.fdopen(os.open(run_dir / _LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         lock.truncate(0)
