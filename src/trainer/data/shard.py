@@ -5,6 +5,7 @@
 `x.ds.loss`, where present, one byte per token: 0 says that the token is no target.
 """
 
+import mmap
 import os
 import stat
 from dataclasses import dataclass
@@ -165,26 +166,34 @@ def _check_index(path: Path, num_tokens: int) -> int:
     return size // INDEX_WIDTH
 
 
-def map_shard(shard: Shard) -> MappedShard:
+def map_shard(shard: Shard, *, scattered: bool = False) -> MappedShard:
     """Memory-map the files.
+
+    Args:
+        scattered: a few entries here and there are wanted. The system then reads no pages around them, which for a
+            thousand shards is a gigabyte.
 
     Raises:
         RowError: they are no longer what `open_shard` saw.
     """
     try:
         return MappedShard(
-            tokens=_map(shard.path, f"<u{shard.width}", shard.num_tokens),
-            index=_map(index_path(shard.path), "<u8", shard.num_documents),
-            loss=_map(loss_path(shard.path), "u1", shard.num_tokens) if shard.has_loss else None,
+            tokens=_map(shard.path, f"<u{shard.width}", shard.num_tokens, scattered),
+            index=_map(index_path(shard.path), "<u8", shard.num_documents, scattered),
+            loss=_map(loss_path(shard.path), "u1", shard.num_tokens, scattered) if shard.has_loss else None,
         )
     except (OSError, ValueError) as error:
         raise RowError(f"{shard.path} changed or vanished since the start of the run ({error})") from error
 
 
-def _map(path: Path, dtype: str, count: int) -> np.ndarray:
+def _map(path: Path, dtype: str, count: int, scattered: bool) -> np.ndarray:
     if count == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
-    return np.memmap(path, dtype, "r", shape=(count,)).view(np.ndarray)
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), count * np.dtype(dtype).itemsize, access=mmap.ACCESS_READ)
+    if scattered:
+        mapped.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapped, dtype, count)
 
 
 def document_ends(shard: Shard, index: np.ndarray, start: int, stop: int) -> np.ndarray:
@@ -221,7 +230,7 @@ def check_eos(shard: Shard, eos_id: int, tokenizer_name: str) -> None:
     Raises:
         ShardError: naming the shard, and the tokenizer that its metadata states.
     """
-    mapped = map_shard(shard)
+    mapped = map_shard(shard, scattered=True)
     first = int(np.searchsorted(mapped.index, np.uint64(0), "right"))  # passes over documents without tokens
     count = _ENDS_SEARCHED_FOR_EOS if shard.chunk_shuffled or shard.has_loss else 1
     ends = mapped.index[first : first + count]
@@ -248,7 +257,7 @@ def check_sampled_ends(shard: Shard, eos_id: int) -> None:
     """
     if shard.chunk_shuffled or shard.has_loss:
         return
-    mapped = map_shard(shard)
+    mapped = map_shard(shard, scattered=True)
     ends = _spread_ends(shard, mapped.index, _ENDS_SAMPLED)
     if (mapped.tokens[ends - 1] == eos_id).all():
         return

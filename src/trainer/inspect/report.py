@@ -30,9 +30,10 @@ def render_counts(counts: Counts) -> Iterator[str]:
     lengths = counts.lengths
     if lengths is not None and lengths.counted:
         mean = lengths.total / lengths.counted
-        yield _line("longest document", f"{lengths.longest:,} tokens; mean {mean:,.1f}")
-        yield _line("longer than a row", f"{lengths.longer_than_row:,} documents")
-        yield "  document lengths (tokens)" + ("" if counts.exact_lengths else ", from a sample")
+        of = "" if counts.exact_lengths else f" of {lengths.counted:,} looked at"
+        yield _line("longest document", f"{lengths.longest:,} tokens; mean {mean:,.1f}{of}")
+        yield _line("longer than a row", f"{lengths.longer_than_row:,} documents{of}")
+        yield f"  document lengths (tokens){of}"
         yield from _histogram(lengths)
     for note in counts.notes:
         yield f"note: {one_line(note)}"

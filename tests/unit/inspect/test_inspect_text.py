@@ -175,3 +175,24 @@ def test_letters_that_the_encoding_of_stdout_lacks(
         monkeypatch.setattr("sys.stdout", stream)
         assert inspect(*arguments).code == 0
     assert "\\u27e8a\\u27e9b\\u21b5" in (tmp_path / "out").read_text()
+
+
+@pytest.mark.parametrize("option", ["--no-table", "--table", "--json"])
+def test_no_control_character_of_the_data_reaches_the_terminal(
+    inspect: Callable,
+    tiny_toml: Callable,
+    tmp_path: Path,
+    letters: Letters,
+    write_documents: Callable[..., Path],
+    option: str,
+) -> None:
+    """Escapes, C1 codes, changes of direction; and any bytes that are no text at all."""
+    text = "".join(map(chr, range(0x250))) + "\u202e\u2028\u200f\ufeff"
+    stray = np.random.default_rng(0).permutation(np.repeat(letters("".join(map(chr, range(0x100)))), 4)).tolist()
+    ids = [*letters(text), 0, *stray, 0]
+    answer = inspect("@", tiny_toml(write_documents(tmp_path / "0.ds", [ids]), seq_len=len(ids) - 1), option)
+    assert answer.code == 0
+    assert [c for c in answer.out if not c.isprintable() and c != "\n"] == []
+    if option != "--json":
+        assert "\\x1b" in answer.out
+        assert "\\u202e" in answer.out
