@@ -29,6 +29,7 @@ _KILL_PATIENCE_SECONDS = 20.0
 """A killed process that is still there then hangs in the kernel; nothing here can end it."""
 
 _LOG_TAIL_LINES = 20
+_LOG_TAIL_BYTES = 1 << 16
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGKILL)
 """Signals that no peer's failure brings about. SIGABRT is none: NCCL aborts a process whose peer is gone."""
@@ -286,11 +287,18 @@ class _Watch:
         elif code > 0:
             how += " and could not write why into its folder of logs; the lines above may tell"
         log = self._log(rank)
-        tail = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:] if log.exists() else []
+        tail = _tail(log) if log.exists() else []
         return "\n".join([f"rank {rank} {how}; the end of its log {log}:", *(f"  {line}" for line in tail)])
 
     def _log(self, rank: int) -> Path:
         return rank_log(self._attempt.dir, self._attempt.number, rank)
+
+
+def _tail(path: Path) -> list[str]:
+    """The last lines of a file of any size."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+        return file.read(_LOG_TAIL_BYTES).decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
 
 
 def _num_cores() -> int:

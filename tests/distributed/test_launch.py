@@ -22,11 +22,11 @@ from trainer.launch import KilledError, WorkerError, launch
 from trainer.run_dir import Attempt, check_run_dir, open_run_dir
 
 _WORKER = """
-import os, signal, sys, time
+import logging, os, signal, sys, time
 from pathlib import Path
 
 from configs.errors import ConfigError
-from trainer.errors import RunError
+from trainer.errors import PeerError, RunError
 from trainer.worker import run_worker
 
 
@@ -139,7 +139,6 @@ def test_workers_get_their_environment_and_each_logs_to_its_file(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     attempt = run("""
-        import logging
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "PYTHONSAFEPATH")
         logging.getLogger("trainer.test").info("env " + " ".join(os.environ[name] for name in names))
         logging.getLogger("elsewhere").info("other libraries are only heard from warning on")
@@ -193,6 +192,68 @@ def test_an_error_that_follows_from_a_dead_rank_is_not_taken_for_the_cause(run: 
         """)
     assert "last words" in str(failure.value)
     assert "Current thread" in str(failure.value)  # faulthandler's stack
+
+
+def test_a_rank_that_fails_because_another_did_is_not_taken_for_the_cause(run: Callable[..., Attempt]) -> None:
+    """As ranks do that agree on a failure: the one that knows more may be the last to leave word."""
+    with pytest.raises(WorkerError, match=r"^rank 1 failed; its log: ") as failure:
+        run("""
+            wait_for(both_started)
+            if rank == 0:
+                raise PeerError("TypeError: boom")
+            wait_for(lambda: (run.dir / "logs/latest/rank_0.error.json").exists())
+            raise TypeError("boom")
+        """)
+    assert str(failure.value).splitlines()[1] == "Traceback (most recent call last):"
+
+
+def test_a_rank_that_cannot_write_why_it_failed_says_it_on_the_console(
+    config: SFTConfig, worker: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Field case R67: a full disk is known from a rank above 0 too, whose log and report are on that disk."""
+    script = worker("""
+        wait_for(both_started)
+        if rank == 1:
+            logging.getLogger("trainer.test").info("this line is lost")
+            raise OSError(28, "No space left on device", "a/file")
+        wait_for(lambda: run.stop.requested)
+    """)
+    attempt = open_run_dir(config, print)
+    for name in ("rank_1.log", "rank_1.error.new"):
+        (attempt.dir / "logs" / "attempt_0" / name).symlink_to("/dev/full")
+    with pytest.raises(WorkerError, match=r"^rank 1 ended with exit code 1 and could not write why"):
+        launch(attempt, num_workers=2, stop_timeout=30, say=print, command=(sys.executable, "-P", str(script)))
+    attempt.close()
+    log = attempt.dir / "logs" / "attempt_0" / "rank_1.log"
+    assert capfd.readouterr().err.splitlines() == [
+        f"rank 1: {log} cannot be written, lines are lost: No space left on device",
+        "rank 1: [Errno 28] No space left on device: 'a/file'",
+    ]
+
+
+def test_a_log_that_cannot_be_opened_is_named(config: SFTConfig, worker: Callable[[str], Path]) -> None:
+    attempt = open_run_dir(config, print)
+    (attempt.dir / "logs" / "attempt_0" / "rank_1.log").mkdir()
+    script = worker("wait_for(lambda: run.stop.requested)")
+    with pytest.raises(RunError, match=r"Is a directory: '.*/logs/attempt_0/rank_1\.log'"):
+        launch(attempt, num_workers=2, stop_timeout=30, say=print, command=(sys.executable, "-P", str(script)))
+    attempt.close()
+
+
+def test_a_signal_after_the_work_is_done_makes_no_failure(run: Callable[..., Attempt]) -> None:
+    """Python gives signals their first meaning back while it ends: one would kill the process there."""
+    attempt = run("""
+        import atexit, signal
+
+        class Last:
+            def __del__(self):  # when modules are torn down, after all handlers
+                for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+                    os.kill(os.getpid(), signum)
+
+        sys.last = Last()
+        atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+    """)
+    assert not list((attempt.dir / "logs" / "attempt_0").glob("*.error.json"))
 
 
 def test_errors_we_can_name_come_through_without_a_traceback(run: Callable[..., Attempt]) -> None:

@@ -1,7 +1,12 @@
 """The run directory: names, who may use it, what clean deletes."""
 
+import errno
+import os
 import re
-from collections.abc import Callable
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +14,7 @@ import pytest
 
 from configs.errors import ConfigError
 from configs.sft import SFTConfig
+from trainer.errors import RunError
 from trainer.run_dir import check_run_dir, fill_run_name, open_run_dir, share_run_dir, write_dry_run
 
 
@@ -100,6 +106,117 @@ def test_a_file_in_the_way_is_named(make: Callable[..., SFTConfig]) -> None:
     config.output_dir.touch()
     with pytest.raises(ConfigError, match=r"output_dir: .*outputs is not a folder"):
         check_run_dir(config)
+
+
+@contextmanager
+def _read_only(path: Path) -> Iterator[None]:
+    """Nobody may write `path`: by its mode, or for root, whom modes do not stop, by making it immutable."""
+    if os.geteuid() != 0:
+        mode = path.stat().st_mode
+        path.chmod(mode & 0o555)
+    elif subprocess.run(["chattr", "+i", path], check=False, capture_output=True).returncode:
+        pytest.skip("root needs a file system with immutable files")
+    try:
+        yield
+    finally:
+        if os.geteuid() != 0:
+            path.chmod(mode)
+        else:
+            subprocess.run(["chattr", "-i", path], check=True)
+
+
+@pytest.mark.parametrize("place", ["", "one", "one/configs", "one/configs/sft.json", "one/logs", "one/metrics.jsonl"])
+def test_a_place_that_cannot_be_written_is_named(make: Callable[..., SFTConfig], place: str) -> None:
+    """A read-only output_dir, or an earlier run's files of somebody else."""
+    first, resuming = make(), make(resume={})
+    _open_and_close(first)
+    (first.output_dir / "one" / "metrics.jsonl").touch()
+    new = make(run={"name": "two"})
+    path = first.output_dir / place
+    with _read_only(path), pytest.raises(ConfigError) as error:
+        check_run_dir(resuming if place else new)
+    (fault,) = error.value.faults
+    assert (fault.key, fault.message.partition(" cannot be written: ")[0]) == ("output_dir", str(path))
+    check_run_dir(resuming)
+    check_run_dir(new)
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "text"),
+    [
+        (errno.EROFS, ConfigError, r"output_dir: .*: Read-only file system$"),
+        (errno.EACCES, ConfigError, r"output_dir: .*: Permission denied$"),
+        (errno.ENOSPC, RunError, r"^the run directory .*one cannot be used: .*: No space left on device$"),
+    ],
+)
+def test_what_the_kernel_did_not_foresee_is_named(
+    make: Callable[..., SFTConfig], monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception], text: str
+) -> None:
+    """File servers know rights of their own, which `access` does not."""
+
+    def refuse(path: Path, *arguments: object, **options: object) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    for write in (_open_and_close, write_dry_run):
+        with pytest.raises(error, match=text):
+            write(make())
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "text"),
+    [
+        (
+            errno.EWOULDBLOCK,
+            ConfigError,
+            r"in use by a run .*\(process 1 on elsewhere\); if elsewhere is down for good",
+        ),
+        (errno.ENOLCK, None, ""),
+        (errno.EIO, RunError, "cannot be used: .*Input/output error"),
+    ],
+)
+def test_locks_over_a_network(
+    make: Callable[..., SFTConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    error: type[Exception] | None,
+    text: str,
+) -> None:
+    """A lock that a dead machine left with the file server, a file system without locks, and one in trouble."""
+    _open_and_close(make())
+    config = make(resume={})
+    lock = config.output_dir / "one" / ".lock"
+    lock.write_text("process 1 on elsewhere\n")
+
+    def flock(*arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    if error is None:
+        check_run_dir(config)
+        assert _open_and_close(config) == 1
+        assert "lies on a file system without locks" in capsys.readouterr().out
+        return
+    for use in (check_run_dir, _open_and_close):
+        with pytest.raises(error, match=text):
+            use(config)
+
+
+def test_a_killed_clean_can_be_done_again(make: Callable[..., SFTConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What shows that the folder is a run of ours goes last."""
+    _open_and_close(make())
+    remove = shutil.rmtree
+
+    def remove_and_die(path: Path) -> None:
+        remove(path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", remove_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        _open_and_close(make(clean=True))
+    monkeypatch.undo()
+    assert _open_and_close(make(clean=True)) == 0
 
 
 def test_clean_deletes_the_run_and_nothing_behind_its_links(make: Callable[..., SFTConfig], tmp_path: Path) -> None:

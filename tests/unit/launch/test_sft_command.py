@@ -145,3 +145,27 @@ def test_help_and_faults_of_the_config_do_not_wait_for_torch() -> None:
     )
     result = _python(code)
     assert result.stdout.endswith("help ends with 0\n[]\n"), result.stderr
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_signal_before_workers_are_started_ends_the_command_and_says_so(argv: list[str], name: str) -> None:
+    """Field case R114: with nothing to save, it ends at once, as it would by default."""
+    code = (
+        "import os, signal, sys, trainer.launch\n"
+        f"trainer.launch.count_workers = lambda config: os.kill(os.getpid(), signal.{name})\n"
+        f"from trainer.sft import main; sys.argv[1:] = {argv!r}; main()"
+    )
+    result = _python(code)
+    assert result.returncode == 128 + signal.Signals[name]
+    assert result.stderr == f"{name}: ended before a worker was started\n"
+
+
+def test_a_signal_after_the_run_is_done_changes_nothing(argv: list[str]) -> None:
+    code = (
+        "import atexit, os, signal, sys, trainer.sft\n"
+        "trainer.sft._start = lambda config: 0\n"
+        "atexit.register(lambda: [os.kill(os.getpid(), n) for n in (15, 10, 2, 1)])\n"
+        f"sys.argv[1:] = {argv!r}; trainer.sft.main()"
+    )
+    result = _python(code)
+    assert (result.returncode, result.stderr) == (0, "")

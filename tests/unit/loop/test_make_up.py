@@ -1,15 +1,22 @@
-"""What a run was killed before it could record is recorded by the run that goes on from its checkpoint."""
+"""What a run was killed or stopped before it could record is recorded by the run that goes on from its checkpoint."""
 
 import json
+import logging
 import math
+import shutil
+from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from configs.sft import SFTConfig
+from configs.validation import ValConfig
+from trainer.errors import RunError
 from trainer.run import Run, StopSignal
 from trainer.train import Trainer
+from trainer.validation import Validation
 
 ARCH = {
     "model_type": "llama",
@@ -19,11 +26,30 @@ ARCH = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
 }
-ROUND = {"val/h/loss@8": 2.5, "time/val": 0.1}
+ROUND = {"val/h/loss@8": 2.5}
+PASSES = 3
 
 
 class KilledHereError(Exception):
     """Stands for kill -9."""
+
+
+class Round:
+    """Stands for a validation of `PASSES` forward passes; `before_pass(n)` is called before each."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.before_pass: Callable[[int], None] = lambda number: None
+
+    def run(
+        self, model: Any, on_progress: Callable[[int, int], None], leave: Callable[[], bool]
+    ) -> dict[str, float] | None:
+        for number in range(PASSES):
+            self.before_pass(number)
+            if leave():
+                return None
+            on_progress(number + 1, PASSES)
+        return dict(ROUND)
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +59,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(folder: Path, **tables: Any) -> Trainer:
-    """A run of 6 steps with checkpoints and, in place of a real validation, `ROUND` at steps 3 and 6."""
+    """A run of 6 steps with checkpoints and, in place of a real validation, a `Round` at steps 3 and 6."""
     data = {"type": "fake", "seq_len": 8, "batch_size": 2, "num_rows": 100, "num_workers": 0}
     model = {"arch": ARCH, "init": {}, "compute_dtype": "float32"}
     values = {"model": model, "data": data, "output_dir": str(folder), "run": {"name": "one"}, "max_steps": 6}
@@ -41,8 +67,14 @@ def make(folder: Path, **tables: Any) -> Trainer:
     (folder / "one").mkdir(exist_ok=True)
     trainer = Trainer(config, Run(dir=folder / "one", attempt=0, stop=StopSignal()))
     trainer._validates = lambda step: step % 3 == 0
-    trainer._validate = lambda: dict(ROUND)
+    trainer.validation = cast(Validation, Round())
     return trainer
+
+
+def before_pass(trainer: Trainer, action: Callable[[int], None]) -> None:
+    """Do `action(n)` before pass n of every validation of `trainer`."""
+    assert isinstance(trainer.validation, Round)
+    trainer.validation.before_pass = action
 
 
 def run(trainer: Trainer) -> None:
@@ -66,12 +98,11 @@ def test_killed_in_a_validation(tmp_path: Path, killed_at: int) -> None:
     """The checkpoint of the step is there and its line is not: the resumed run writes it, validation included."""
     killed = make(tmp_path)
 
-    def validate() -> dict[str, float | int | str]:
-        if killed.state.progress.step == killed_at:
+    def kill(number: int) -> None:
+        if killed.state.progress.step == killed_at and number == 1:
             raise KilledHereError
-        return dict(ROUND)
 
-    killed._validate = validate
+    before_pass(killed, kill)
     with pytest.raises(KilledHereError):
         run(killed)
     assert steps(tmp_path) == list(range(killed_at))
@@ -127,3 +158,111 @@ def test_a_stop_while_starting_takes_no_step(tmp_path: Path) -> None:
     run(make(tmp_path, resume={}))
     assert steps(tmp_path) == list(range(7))
     assert "params/num_params" in records(tmp_path)[0]
+
+
+def stop_in_round(trainer: Trainer, step: int, number: int = 1) -> None:
+    """Have a signal arrive before pass `number` of the validation of `step`."""
+
+    def ask(at: int) -> None:
+        if trainer.state.progress.step == step and at == number:
+            trainer.run_info.stop._requested = True
+
+    before_pass(trainer, ask)
+
+
+@pytest.mark.parametrize("interval", [3, 4])
+def test_a_stop_in_a_validation_drops_its_numbers_and_saves_the_step(
+    tmp_path: Path, interval: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Field case R114: within the round, whether or not a checkpoint of the step was due; the resumed run makes the
+    whole round up, and ends as a run that was never stopped."""
+    stopped = make(tmp_path, ckpt={"interval": interval})
+    stop_in_round(stopped, step=3)
+    with caplog.at_level(logging.INFO, "trainer"):
+        run(stopped)
+    assert steps(tmp_path) == [0, 1, 2, 3]
+    assert not {"time/val", *ROUND} & records(tmp_path)[3].keys()
+    assert [path.name for path in (tmp_path / "one" / "checkpoints").iterdir()] == ["step_3"]
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("stop")]
+    assert said == [
+        "stopping: the validation of step 3 is left to the resumed run",
+        "stopped on request after step 3 of 6: checkpoint at step 3 is written; go on with [resume]",
+    ]
+
+    run(make(tmp_path, resume={}))
+    assert [record["step"] for record in records(tmp_path)] == [0, 1, 2, 3, 3, 4, 5, 6]
+    assert [record["step"] for record in records(tmp_path) if "time/val" in record] == [3, 6]
+
+
+def test_a_stop_after_the_last_pass_keeps_the_round_and_takes_no_further_step(tmp_path: Path) -> None:
+    stopped = make(tmp_path)
+    assert isinstance(stopped.validation, Round)
+    plain = stopped.validation.run
+
+    def run_and_ask(*arguments: Any, **options: Any) -> dict[str, float] | None:
+        metrics = plain(*arguments, **options)
+        stopped.run_info.stop._requested = True
+        return metrics
+
+    stopped.validation.run = run_and_ask
+    run(stopped)
+    assert steps(tmp_path) == [0, 1, 2, 3]
+    assert "time/val" in records(tmp_path)[3]
+
+
+def test_a_stop_in_the_validation_at_start_saves_the_first_weights(tmp_path: Path) -> None:
+    val = {"interval": 3, "eval_on_start": True, "sets": [{"name": "h", "path": str(tmp_path)}], "seq_lens": [8]}
+    stopped = make(tmp_path)
+    object.__setattr__(stopped.config, "val", ValConfig.model_validate(val))
+    stop_in_round(stopped, step=0)
+    run(stopped)
+    assert [record.keys() & {"step", "time/val", "params/num_params"} for record in records(tmp_path)] == [
+        {"step", "params/num_params"}
+    ]
+    assert (tmp_path / "one" / "checkpoints" / "step_0").exists()
+
+    resumed = make(tmp_path, resume={})
+    object.__setattr__(resumed.config, "val", ValConfig.model_validate(val))
+    run(resumed)
+    assert [record["step"] for record in records(tmp_path) if "time/val" in record] == [0, 3, 6]
+
+
+def test_a_stop_in_a_validation_without_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stopped = make(tmp_path, ckpt=None)
+    stop_in_round(stopped, step=3)
+    with caplog.at_level(logging.INFO, "trainer"):
+        run(stopped)
+    assert steps(tmp_path) == [0, 1, 2, 3]
+    assert "stopping: the validation of step 3 is left to nobody: there is no [ckpt]" in caplog.messages
+    assert "stopped on request after step 3 of 6: no [ckpt]: lost" in caplog.messages
+
+
+def test_a_fork_stopped_while_starting_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    """Else its directory could neither be resumed nor started anew."""
+    run(make(tmp_path))
+    (tmp_path / "one").rename(tmp_path / "other")
+    fork = make(tmp_path, resume={"dir": str(tmp_path / "other"), "step": 3})
+    fork.run_info.stop._requested = True
+    run(fork)
+    assert [path.name for path in (tmp_path / "one" / "checkpoints").iterdir()] == ["step_3"]
+    run(make(tmp_path, resume={}))
+    assert steps(tmp_path) == [3, 4, 5, 6]  # the validation of its first step first
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_failed_save_keeps_the_metrics_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool
+) -> None:
+    """Field case R67: the disk fills up before the save of step 6; the step was taken, and its line says so."""
+    trainer = make(tmp_path, ckpt={"interval": 3, "async_save": async_save})
+    Usage = namedtuple("Usage", "total used free")
+
+    def disk_usage(path: object) -> Usage:
+        return Usage(2**30, 2**30, 0 if trainer.state.progress.step == 6 else 2**30)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    with pytest.raises(RunError, match="not enough disk space for a checkpoint"):
+        run(trainer)
+    assert steps(tmp_path) == list(range(7))
+    assert math.isfinite(records(tmp_path)[6]["loss/mean"])
+    assert [path.name for path in (tmp_path / "one" / "checkpoints").iterdir()] == ["step_3"]
