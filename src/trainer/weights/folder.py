@@ -131,7 +131,8 @@ def _missing(folder: Path, name: str) -> ConfigError:
             "transformers.AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
         )
     return _fault(
-        f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; with [model.init] only its config.json is needed"
+        f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}, and weights in other formats are not read; with "
+        "[model.init] only its config.json is needed"
     )
 
 

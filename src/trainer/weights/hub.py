@@ -11,6 +11,7 @@ from configs.model import is_hub_id
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 """Config, index and tokenizer. Never code, and no weights."""
+_LONGEST_CAUSE = 300
 
 
 def find_model(name: str, *, download: bool) -> Path:
@@ -47,7 +48,8 @@ def fetch_weights(name: str, folder: Path, files: list[str], say: Callable[[str]
     """
     if folder != Path(name) and any(not (folder / file).exists() for file in files):
         say(f"model: fetching the weights of {name}, {len(files)} file{'s' * (len(files) > 1)}")
-        _snapshot(name, files, revision=folder.name, download=True)
+        # With a file that is there, or the library stumbles over patterns that match nothing.
+        _snapshot(name, ["config.json", *files], revision=folder.name, download=True)
 
 
 def _snapshot(name: str, patterns: list[str], *, revision: str | None, download: bool) -> Path:
@@ -59,8 +61,7 @@ def _snapshot(name: str, patterns: list[str], *, revision: str | None, download:
             name, revision=revision, allow_patterns=patterns, local_files_only=not download, library_name="oneloop"
         )
     except Exception as error:  # the library raises its own errors, httpx's, OSError and ValueError
-        lines = str(error).strip().splitlines()
-        cause = lines[0] if lines else type(error).__name__
+        cause = " ".join(str(error).split())[:_LONGEST_CAUSE] or type(error).__name__
         where = "the Hugging Face hub" if download else "the cache of the Hugging Face hub on this machine"
         raise ConfigError.one(
             "model.name", f"{name!r} is no folder here, and {where} does not give it: {cause}"
