@@ -243,12 +243,12 @@ def test_a_log_that_cannot_be_opened_is_named(config: SFTConfig, worker: Callabl
 def test_a_signal_after_the_work_is_done_makes_no_failure(run: Callable[..., Attempt]) -> None:
     """Python gives signals their first meaning back while it ends: one would kill the process there."""
     attempt = run("""
-        import atexit, signal
+        import atexit
 
         class Last:
-            def __del__(self):  # when modules are torn down, after all handlers
-                for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-                    os.kill(os.getpid(), signum)
+            def __del__(self, kill=os.kill, pid=os.getpid(), signums=(signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)):
+                for signum in signums:  # when modules are torn down, long after Python's handlers
+                    kill(pid, signum)
 
         sys.last = Last()
         atexit.register(os.kill, os.getpid(), signal.SIGTERM)
