@@ -12,8 +12,8 @@ from trainer.reports.thinning import points_each, smooth, smooth_span, thin
 MAX_POINTS = 2000
 """Most points of one curve."""
 
-POINT_BUDGET = 270_000
-"""Most points of all curves of a page: 32 bytes each beside the 5 MB of the plotting library."""
+POINT_BUDGET = 240_000
+"""Most points of all curves of a page: 38 bytes each beside the 5 MB of the plotting library."""
 
 SPIKE_DEVIATIONS = 6.0
 _MAX_MARKS = 200

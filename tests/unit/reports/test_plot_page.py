@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from plotly.offline import get_plotlyjs
 
+from trainer.reports.curves import POINT_BUDGET
 from trainer.reports.plot import run_plot
 from trainer.reports.thinning import points_each, smooth, thin
 
@@ -117,6 +119,8 @@ def test_points_are_shared_out_within_the_budget() -> None:
     assert points_each([10, 5000, 5000], budget=2010, most=2000) == 1000
     assert points_each([10, 20], budget=100, most=2000) == 2000
     assert points_each([100] * 1000, budget=50, most=2000) == 4
+    # Three float64 and one int32 a point, in base64.
+    assert POINT_BUDGET * (3 * 8 + 4) * 4 / 3 + len(get_plotlyjs()) < 14.5e6
 
 
 def test_smooth_is_the_weighted_mean_of_what_came_before() -> None:
