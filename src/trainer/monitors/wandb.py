@@ -158,7 +158,10 @@ class WandbMonitor:
             # by os._exit would lose them.
             wandb.teardown(exit_code)
         except TimeoutError:
-            logger.warning("wandb did not get everything within %d s: %s", _FINISH_SECONDS, f"wandb sync {run.dir}")
+            folder = Path(run.dir).parent
+            logger.warning(
+                "wandb did not get all of the run in %d s; `wandb sync %s` sends it", _FINISH_SECONDS, folder
+            )
         except Exception as error:  # as above
             self._give_up(error)
 

@@ -11,6 +11,7 @@ import pytest
 
 wandb = pytest.importorskip("wandb", reason="wandb is not installed on the GPU machine")
 
+from configs.errors import ConfigError  # noqa: E402
 from configs.monitor import WandbConfig  # noqa: E402
 from configs.sft import SFTConfig  # noqa: E402
 from trainer.monitors import Monitors, build_monitors  # noqa: E402
@@ -238,6 +239,20 @@ def test_wandb_that_cannot_start_is_a_warning(
         "wandb cannot start, the run goes on without it: no network"
         " (an offline part must be sent by `wandb sync` before it goes on online)"
     ]
+
+
+@pytest.mark.parametrize("failure", [wandb.errors.CommError("no network\ndetails"), None])
+def test_a_new_run_does_not_start_without_the_wandb_it_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception | None
+) -> None:
+    disabled = FakeRun("none", starting_step=0)
+    disabled.disabled = True
+    with pytest.raises(ConfigError) as error:
+        monitor_with(monkeypatch, tmp_path, failure or disabled, None, must_start=True)
+    reason = "no network" if failure else "there is no login; log in by `wandb login`, or set WANDB_API_KEY"
+    (fault,) = error.value.faults
+    assert fault.key == "monitors.wandb.mode"
+    assert fault.message.startswith(f'wandb cannot start: {reason}; mode = "offline" needs no server')
 
 
 def test_wandb_that_fails_later_is_one_warning(
