@@ -194,4 +194,4 @@ def test_the_commands_of_the_documents_run(inspect: Callable, monkeypatch: pytes
     for command in commands:
         answer = inspect(*command)
         assert (answer.code, answer.err) == (0, "")
-        assert "2,034,805 tokens" in answer.out
+        assert "rows of 256 per epoch" in answer.out
