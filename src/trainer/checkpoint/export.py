@@ -134,10 +134,7 @@ def write_export(
         RunError: it cannot be written (a full disk, say), or a number does not fit the dtype. Nothing is left then.
     """
     temporary = target.with_name(f".{target.name}.tmp")
-    reader = TensorReader(export.path, export.metadata)
-
-    def read(name: str) -> Tensor:
-        return _convert(name, reader.read(MODEL_PREFIX + name), export.dtype)
+    source = _Source(export)
 
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +144,9 @@ def write_export(
             "an export",
         )
         make_empty(temporary)
-        write_safetensors(temporary, export.entries, read, max_shard_bytes=max_shard_bytes, on_progress=on_progress)
+        write_safetensors(
+            temporary, export.entries, source.read, max_shard_bytes=max_shard_bytes, on_progress=on_progress
+        )
         config = export.record.config
         small = write_config(temporary, config, export.dtype)
         small += write_generation_config(temporary, config, tokenizer.special_ids if tokenizer else {})
@@ -162,14 +161,36 @@ def write_export(
         raise RunError(f"{target} could not be written: {describe(error)}") from error
 
 
-def _convert(name: str, tensor: Tensor, dtype: str) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    converted = tensor.to(DTYPES[dtype])
-    # bfloat16 has the range of float32.
-    if dtype == "float16" and bool((converted.isinf() & ~tensor.isinf()).any()):
-        raise RunError(f"{name} has numbers beyond the range of float16; export in bfloat16 or float32")
-    return converted
+class _Source:
+    """Tensors as they are to be written, one at a time in the same memory: what a heap makes of blocks of many sizes
+    that come and go can be several times as much."""
+
+    def __init__(self, export: Export) -> None:
+        self._reader = TensorReader(export.path, export.metadata)
+        self._entries = {entry.name: entry for entry in export.entries}
+        stored = (
+            torch.Size(entry.shape).numel() * self._reader.dtype(MODEL_PREFIX + entry.name).itemsize
+            for entry in export.entries
+        )
+        self._stored = torch.empty(max(stored), dtype=torch.uint8)
+        self._converted = torch.empty(max(entry.num_bytes for entry in export.entries), dtype=torch.uint8)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor in the dtype of its entry, valid until the next call."""
+        entry, dtype = self._entries[name], self._reader.dtype(MODEL_PREFIX + name)
+        tensor = self._reader.read(MODEL_PREFIX + name, into=_view(self._stored, entry.shape, dtype))
+        if dtype == entry.dtype:
+            return tensor
+        converted = _view(self._converted, entry.shape, entry.dtype).copy_(tensor)
+        # bfloat16 has the range of float32.
+        if entry.dtype == torch.float16 and bool((converted.isinf() & ~tensor.isinf()).any()):
+            raise RunError(f"{name} has numbers beyond the range of float16; export in bfloat16 or float32")
+        return converted
+
+
+def _view(memory: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor at the beginning of `memory`, which is of bytes."""
+    return memory[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 def _give_name(temporary: Path, target: Path) -> None:

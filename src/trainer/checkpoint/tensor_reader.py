@@ -49,17 +49,20 @@ class TensorReader:
         properties: TensorProperties = self._entry(name).properties
         return properties.dtype
 
-    def read(self, name: str) -> Tensor:
-        """The whole tensor in its stored dtype, on the CPU.
+    def read(self, name: str, into: Tensor) -> Tensor:
+        """Fill `into` with the whole tensor, and give it back.
+
+        Args:
+            name: of the tensor.
+            into: contiguous, on the CPU, of its shape and dtype.
 
         Raises:
             RunError: it cannot be read, or the file holds something else.
         """
-        whole = torch.empty(self.shape(name), dtype=self.dtype(name))
         for chunk in self._entry(name).chunks:
             if 0 in chunk.sizes:
                 continue
-            part = whole
+            part = into
             for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                 part = part.narrow(dim, offset, size)
             try:
@@ -69,7 +72,7 @@ class TensorReader:
                     part.copy_(self._read_chunk(name, chunk, torch.empty(part.shape, dtype=part.dtype)))
             except OSError as error:
                 raise RunError(f"{name} in {self._path} cannot be read: {describe(error)}") from error
-        return whole
+        return into
 
     def _entry(self, name: str) -> TensorStorageMetadata:
         entry = self._metadata.state_dict_metadata[name]

@@ -63,7 +63,7 @@ def write_safetensors(
     Args:
         folder: exists.
         entries: what to write, in this order.
-        read: gives a tensor of the entry's shape and dtype, on the CPU.
+        read: gives a tensor of the entry's shape and dtype, on the CPU. It is written before the next is asked for.
         max_shard_bytes: a file holds no more than this, unless one tensor alone does.
         on_progress: told the bytes written so far, after each tensor.
 
@@ -84,7 +84,6 @@ def write_safetensors(
                 assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), entry.name
                 numbers: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
                 file.write(memoryview(numbers))
-                del tensor, numbers  # before the next one is read
                 done += entry.num_bytes
                 on_progress(done)
             file.flush()
