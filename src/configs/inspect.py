@@ -24,8 +24,8 @@ with warnings.catch_warnings():
         epoch: int = Field(default=0, ge=0)
         """Epoch that rows and counts are of, counted from 0."""
 
-        step: int | None = Field(default=None, ge=0)
-        """Show the first rows of this optimizer step, counted from 0: step N is N + 1 in metrics.jsonl."""
+        step: int | None = Field(default=None, ge=1)
+        """Show the first rows of this optimizer step, counted as in metrics.jsonl: the first one is 1."""
 
         sample: int | None = Field(default=None, ge=0)
         """Show rows picked at random from the epoch; the number is the seed of the choice."""

@@ -65,8 +65,8 @@ def plan_of(config: InspectConfig, source: RowSource) -> "Plan | None":
 
     # Which rows are read does not depend on the number of ranks, and one rank fits every batch.
     plan = plan_run(config, source, 1)
-    if config.step is not None and config.step >= plan.steps:
-        raise ConfigError.one("step", f"{config.step} is past the end: the run has {plan.steps:,} steps, from 0 on")
+    if config.step is not None and config.step > plan.steps:
+        raise ConfigError.one("step", f"{config.step} is past the end: the run has {plan.steps:,} steps")
     return plan
 
 
@@ -74,4 +74,4 @@ def counted_epoch(config: InspectConfig, source: RowSource) -> int:
     """The epoch asked for, or the one that the step begins in when nothing was skipped."""
     if config.step is None:
         return config.epoch
-    return config.step * config.data.batch_size // source.num_rows
+    return (config.step - 1) * config.data.batch_size // source.num_rows

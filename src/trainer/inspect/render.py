@@ -71,7 +71,7 @@ class Style:
 def render_selection(selection: Selection, texts: TokenText, style: Style, *, table: bool) -> Iterator[str]:
     """The lines (or groups of lines) to print."""
     if selection.step is not None:
-        yield f"step {selection.step} (step {selection.step + 1} of metrics.jsonl): digest/rows {selection.digest}"
+        yield f"step {selection.step}: digest/rows {selection.digest}"
     if selection.rows:
         yield style.legend()
     for row in selection.rows:

@@ -53,7 +53,7 @@ def select_rows(config: InspectConfig, source: RowSource) -> Selection:
     """The rows that `rows`, `start`, `epoch`, `step` and `sample` ask for; fewer at the end of an epoch or step.
 
     Raises:
-        ConfigError: there are no such rows, or the step is before the checkpoint that [resume] goes on from.
+        ConfigError: there are no such rows, or the step is not after the checkpoint that [resume] goes on from.
         RowError: a row cannot be given.
     """
     if config.step is not None:
@@ -87,8 +87,8 @@ def _rows_of_step(config: InspectConfig, source: RowSource, step: int) -> Select
     )
     if config.resume is not None:
         _go_on(config, loader, step)
-    epochs, indices = loader.addresses(step)
-    batches = loader.step(step)
+    epochs, indices = loader.addresses(step - 1)  # the loader counts finished steps: 0 before the first
+    batches = loader.step(step - 1)
     rows = [
         _shown(batch, place=place, epoch=int(epochs[place]), index=int(indices[place]))
         for place, batch in enumerate(batches.micro_batches[: config.rows])
@@ -112,8 +112,8 @@ def _go_on(config: InspectConfig, loader: RowLoader, step: int) -> None:
         data = loader.first_state() if skips.skip_dataloader else state["data"]
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"the state.json of {path} lacks the position of its run") from error
-    if step < first:
-        raise ConfigError.one("step", f"{step} is before the checkpoint that [resume] goes on from, {path}")
+    if step <= first:
+        raise ConfigError.one("step", f"{step} is not after the checkpoint that [resume] goes on from, {path}")
     loader.load_state_dict(data, first)
 
 

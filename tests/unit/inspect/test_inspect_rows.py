@@ -41,10 +41,10 @@ def _loader(config_file: Path, batch_size: int = 6) -> RowLoader:
     return RowLoader(source, batch_size=batch_size, micro_batch_size=3, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("step", [0, 61, 99])
+@pytest.mark.parametrize("step", [1, 62, 100])
 def test_the_rows_of_a_step_are_those_that_training_reads(inspect: Callable, train_toml: Path, step: int) -> None:
     answer = inspect("@", train_toml, "--step", step, "--rows", 6, "--json", "--no-counts").json
-    batches = _loader(train_toml).step(step)
+    batches = _loader(train_toml).step(step - 1)
     for name in ("input_ids", "labels", "position_ids"):
         read = [row for batch in batches.micro_batches for row in getattr(batch, name).tolist()]
         assert [row[name] for row in answer["rows"]] == read
@@ -59,7 +59,7 @@ def test_a_step_over_the_end_of_an_epoch_says_so_row_by_row(inspect: Callable, t
     rows_per_epoch = inspect("@", train_toml, "--rows", 0, "--json").json["counts"]["rows"]
     step, place = divmod(rows_per_epoch, 6)
     assert place, "the step must hold rows of both epochs"
-    answer = inspect("@", train_toml, "--step", step, "--rows", 99, "--json", "--no-counts").json
+    answer = inspect("@", train_toml, "--step", step + 1, "--rows", 99, "--json", "--no-counts").json
     expected = [(0, rows_per_epoch - place + i) for i in range(place)] + [(1, i) for i in range(6 - place)]
     assert [(row["epoch"], row["index"]) for row in answer["rows"]] == expected
     second = inspect("@", train_toml, "--epoch", 1, "--start", 0, "--rows", 1, "--json").json["rows"][0]
@@ -113,7 +113,7 @@ def test_fake_rows_need_neither_model_nor_tokenizer(inspect: Callable) -> None:
     ("arguments", "message"),
     [
         (("--start", 9999), "start (flag --start): 9999 is past the last row: an epoch has "),
-        (("--step", 100), "step (flag --step): 100 is past the end: the run has 100 steps, from 0 on"),
+        (("--step", 101), "step (flag --step): 101 is past the end: the run has 100 steps"),
         (("--step", 1, "--start", 1), "step (flag --step): cannot be given together with start"),
         (("--sample", 1, "--step", 1), "sample (flag --sample): cannot be given together with step"),
         (("--step", 1, "--epoch", 1), "epoch (flag --epoch): cannot be given together with step"),
@@ -163,11 +163,11 @@ def test_a_resumed_run_reads_on_from_its_checkpoint(
     monkeypatch.setattr("trainer.checkpoint.find_checkpoint", lambda folder, step, say: folder / "step_20")
     monkeypatch.setattr("trainer.checkpoint.read_state", lambda path: state)
     resumed = ("@", train_toml, "--resume", "--run.name", "one", "--output-dir", tmp_path, "--json", "--no-counts")
-    assert inspect(*resumed, "--step", 20).json["digest"] == format_digest(_loader(train_toml).step(23).digest)
-    early = inspect(*resumed, "--step", 19)
+    assert inspect(*resumed, "--step", 21).json["digest"] == format_digest(_loader(train_toml).step(23).digest)
+    early = inspect(*resumed, "--step", 20)
     assert early.code == 2
-    assert early.err.startswith("step (flag --step): 19 is before the checkpoint that [resume] goes on from")
-    anew = inspect(*resumed, "--step", 20, "--ckpt.skip-dataloader").json["digest"]
+    assert early.err.startswith("step (flag --step): 20 is not after the checkpoint that [resume] goes on from")
+    anew = inspect(*resumed, "--step", 21, "--ckpt.skip-dataloader").json["digest"]
     assert anew == format_digest(_loader(train_toml).step(0).digest)
 
 

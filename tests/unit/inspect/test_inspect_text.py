@@ -122,7 +122,7 @@ def test_padding_and_loss_in_plain_marks() -> None:
     selection = Selection(rows=[_row()], step=4, digest="00ff")
     lines = list(render_selection(selection, TokenText(None), Style(colours=False), table=False))
     assert lines == [
-        "step 4 (step 5 of metrics.jsonl): digest/rows 00ff",
+        "step 4: digest/rows 00ff",
         LEGEND,
         "",
         "row 3 of the step (epoch 1, index 7): 7 tokens in 3 segments, 2 with loss, 2 padding",
