@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from configs.sft import SFTConfig
 from trainer.hooks import HookContext
@@ -17,6 +18,7 @@ from trainer.train import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 COMMAND = [sys.executable, "-c", "import sys; from trainer.sft import main; sys.exit(main())"]
 
 ARCH = {
@@ -88,9 +90,10 @@ def run_trainer(config: SFTConfig, *hooks) -> list[dict]:
 @pytest.mark.parametrize("length", ["fixed", "variable"])
 @pytest.mark.parametrize("ac", [None, "selective", "full"])
 def test_steps_without_host_sync(one_rank, tmp_path, compiled, length, ac):
-    """From the end of step 3 to that of step 10 nothing waits for the device, the labelled wait apart."""
+    """From the end of step 3 to that of step 10 nothing waits for the device, the labelled wait apart; the parameters'
+    checksum included."""
     model = {"compile": {"fullgraph": True} if compiled else None, "ac": {"mode": ac} if ac else None}
-    config = make_config(tmp_path, model=model, data={"length": length})
+    config = make_config(tmp_path, model=model, data={"length": length}, log={"checksum_interval": 2})
     watch = At(
         step_3=lambda: torch.cuda.set_sync_debug_mode("error"),
         step_10=lambda: torch.cuda.set_sync_debug_mode("default"),
@@ -98,6 +101,7 @@ def test_steps_without_host_sync(one_rank, tmp_path, compiled, length, ac):
     records = run_trainer(config, watch)
     assert len(records) == 12
     assert records[-1]["loss/mean"] < records[0]["loss/mean"]
+    assert len({record["digest/params"] for record in records if "digest/params" in record}) == 6
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -192,3 +196,37 @@ def test_one_and_two_gpus_agree(tmp_path):
         assert b["loss/mean"] == pytest.approx(a["loss/mean"], rel=1e-5)
         assert c["loss/mean"] == pytest.approx(b["loss/mean"], rel=1e-5)
         assert b["optim/grad_norm"] == pytest.approx(a["optim/grad_norm"], rel=1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_one_and_two_gpus_start_from_the_same_files(tmp_path):
+    """Weights of a bf16 Hugging Face folder streamed into shards, a held-out set with votes on stopping over NCCL, and
+    HF weights beside the checkpoint: equal on one and two GPUs, and the exported folder gives the run's last bpb."""
+    folder = tmp_path / "model"
+    torch.manual_seed(0)
+    arch = {key: value for key, value in ARCH.items() if key != "model_type"}
+    LlamaForCausalLM(LlamaConfig(**arch)).to(torch.bfloat16).save_pretrained(folder, max_shard_size="2MB")
+    val = {"interval": 6, "sets": [{"name": "held", "path": str(QUICKSTART / "heldout")}], "seq_lens": [512]}
+    tables = {
+        "tokenizer": {"name": str(QUICKSTART / "tokenizer")},
+        "val": val | {"eval_on_start": True, "micro_batch_tokens": 2048},
+        "data": {"micro_batch_size": 2},
+    }
+    results = []
+    for name, gpus in (("one", 1), ("two", 2)):
+        model = {"arch": None, "init": None, "name": str(folder), "compute_dtype": "float32"}
+        config = make_config(
+            tmp_path / name, model=model, deployment={"num_train_gpus": gpus}, ckpt={"weights": True}, **tables
+        )
+        results.append(run_command(config, tmp_path / f"{name}.json", os.environ))
+    one, two = results
+    for a, b in zip(one, two, strict=True):
+        assert b["loss/mean"] == pytest.approx(a["loss/mean"], rel=1e-5)
+        assert b.get("val/held/bpb@512") == pytest.approx(a.get("val/held/bpb@512"), rel=1e-5)
+    exported = tmp_path / "two" / "run" / "weights" / "step_12"
+    model = {"arch": None, "init": None, "name": str(exported), "compute_dtype": "float32"}
+    config = make_config(tmp_path / "again", model=model, max_steps=0, deployment={"num_train_gpus": 1}, **tables)
+    path = tmp_path / "again.json"
+    assert run_command(config, path, os.environ) == []
+    (start,) = map(json.loads, (config.output_dir / "run" / "metrics.jsonl").read_text().splitlines())
+    assert start["val/held/bpb@512"] == pytest.approx(two[-1]["val/held/bpb@512"], rel=1e-5)
