@@ -224,7 +224,10 @@ def test_a_damaged_index_is_named(text, shards, fault):
 
 def test_a_folder_without_weights(folder, fault):
     (folder / SINGLE).unlink()
-    assert fault() == (f"{folder} holds neither {SINGLE} nor {INDEX}; with [model.init] only its config.json is needed")
+    assert fault() == (
+        f"{folder} holds neither {SINGLE} nor {INDEX}, and weights in other formats are not read; with [model.init] "
+        "only its config.json is needed"
+    )
     (folder / SINGLE).mkdir()
     assert fault().startswith(f"{folder} holds neither")
 
