@@ -1,8 +1,8 @@
 """Checksums of files: a flipped bit in a tensor is an error, not a slightly different model."""
 
+import hashlib
 import os
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,9 +11,9 @@ _THREADS = min(4, os.cpu_count() or 1)
 
 
 def checksum(path: Path) -> str:
-    """CRC-32 of the CRC-32s of a file's 16 MiB blocks, as 8 hex digits.
+    """BLAKE2b of the CRC-32s of a file's 16 MiB blocks, as 16 hex digits.
 
-    In blocks because one core reads 1.7 GB/s, a disk more: they are read by several threads, which hold the
+    CRC-32 reads 1.7 GB/s on one core, BLAKE2b 0.5; in blocks, several threads share the work, which hold the
     interpreter lock for moments only. It finds accidents, not forgeries.
 
     Raises:
@@ -22,18 +22,13 @@ def checksum(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
 
-        def block(offset: int) -> int:
-            return zlib.crc32(os.pread(file.fileno(), _BLOCK_BYTES, offset))
+        def block(offset: int) -> bytes:
+            return zlib.crc32(os.pread(file.fileno(), _BLOCK_BYTES, offset)).to_bytes(4, "little")
 
-        if size <= _BLOCK_BYTES:
-            return checksum_of_blocks(iter([block(0)]))
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="checksum") as pool:
-            return checksum_of_blocks(pool.map(block, range(0, size, _BLOCK_BYTES)))
-
-
-def checksum_of_blocks(blocks: Iterator[int]) -> str:
-    """The checksum of a file from the CRC-32 of each of its blocks."""
-    total = 0
-    for block in blocks:
-        total = zlib.crc32(block.to_bytes(4, "little"), total)
-    return f"{total:08x}"
+        offsets = range(0, size, _BLOCK_BYTES)
+        if len(offsets) <= 1:
+            blocks = [block(offset) for offset in offsets]
+        else:
+            with ThreadPoolExecutor(_THREADS, thread_name_prefix="checksum") as pool:
+                blocks = list(pool.map(block, offsets))
+    return hashlib.blake2b(b"".join(blocks), digest_size=8).hexdigest()
