@@ -9,18 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 
 # The same inputs in every run of the suite; ONELOOP_SLOW=1 looks at many more, other ones each time.
-_SLOW = os.environ.get("ONELOOP_SLOW") == "1"
-settings.register_profile(
-    "oneloop",
-    derandomize=not _SLOW,
-    max_examples=3000 if _SLOW else 100,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-settings.load_profile("oneloop")
+with suppress(ImportError):  # the GPU machine has no hypothesis, and its tests use none
+    from hypothesis import HealthCheck, settings
+
+    _SLOW = os.environ.get("ONELOOP_SLOW") == "1"
+    settings.register_profile(
+        "oneloop",
+        derandomize=not _SLOW,
+        max_examples=3000 if _SLOW else 100,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    settings.load_profile("oneloop")
 
 EOS = "<|endoftext|>"
 PAD = "<|pad|>"

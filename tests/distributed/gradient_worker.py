@@ -38,6 +38,7 @@ from trainer.parallel.data_parallel import GradSync
 from trainer.parallel.mesh import Mesh, build_mesh
 
 BATCH_SIZE, SEQ_LEN = 8, 24
+MAX_NORM = 0.5
 ARCH = {
     "model_type": "qwen3",
     "vocab_size": 67,
@@ -101,15 +102,20 @@ def whole(grad_sync: GradSync, parts: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def measure(mesh: Mesh, setting: dict) -> dict[str, Tensor]:
-    """Float64 gradients of one global batch by parameter name, and "loss" (mean over loss tokens)."""
+    """Float64 gradients of one global batch by parameter name, "loss" (mean over loss tokens), "norm" (of the whole
+    gradient) and, as "clipped.<name>", the gradients clipped to MAX_NORM."""
     model, grad_sync, loader = build(mesh, setting)
     batches = loader.step(5)
     micro_batches, num_loss_tokens = batches.micro_batches, batches.num_loss_tokens
     if setting.get("only_first"):
         micro_batches, num_loss_tokens = micro_batches[:1], micro_batches[0].num_loss_tokens
     result = run_micro_batches(model, micro_batches, num_loss_tokens, grad_sync, mesh)
-    loss = mesh.sum_(result.nats) / result.loss_tokens
-    return whole(grad_sync, grad_sync.gradients()) | {"loss": loss}
+    parts = grad_sync.gradients()
+    norm = gradient_norms(parts, result.nats, result.loss_tokens, mesh).total
+    measured = {name: tensor.clone() for name, tensor in whole(grad_sync, parts).items()}
+    clip_gradients(parts, norm, MAX_NORM)
+    measured |= {f"clipped.{name}": tensor for name, tensor in whole(grad_sync, parts).items()}
+    return measured | {"loss": mesh.sum_(result.nats) / result.loss_tokens, "norm": norm}
 
 
 def take_steps(mesh: Mesh, setting: dict, folder: Path) -> dict[str, Tensor]:
@@ -128,7 +134,7 @@ def take_steps(mesh: Mesh, setting: dict, folder: Path) -> dict[str, Tensor]:
         result = run_micro_batches(model, batches.micro_batches, batches.num_loss_tokens, grad_sync, mesh)
         gradients = grad_sync.gradients()
         norms = gradient_norms(gradients, result.nats, result.loss_tokens, mesh)
-        clip_gradients(gradients, norms.total, 0.5)
+        clip_gradients(gradients, norms.total, MAX_NORM)
         optimizer.step(gradients, 1e-2, norms.update_ok)
         grad_sync.clear_gradients()
         if setting.get("reload") and step == 0:

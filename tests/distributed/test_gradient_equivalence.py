@@ -82,7 +82,15 @@ def assert_close(result: dict[str, Tensor], expected: dict[str, Tensor], limit: 
 def assert_same(settings: list[dict], results: list[dict[str, Tensor]], reference: Reference) -> None:
     assert len(settings) == len(results)
     for used, result in zip(settings, results, strict=True):
-        assert_close(result, reference.gradients[used["tied"]], 1e-12, used)
+        expected = reference.gradients[used["tied"]]
+        assert_close(result, expected, 1e-12, used)
+        # Field case R81: the norm is that of the whole gradient, and clipping scales by it.
+        squares = [value.square().sum() for name, value in expected.items() if f"clipped.{name}" in expected]
+        assert result["norm"].item() == pytest.approx(sum(squares).sqrt().item(), rel=1e-12)
+        assert result["norm"] > 0.5, "or clipping would do nothing"
+        for name in [name for name in expected if f"clipped.{name}" in expected]:
+            scaled = expected[name] * (0.5 / result["norm"])
+            torch.testing.assert_close(result[f"clipped.{name}"], scaled, rtol=1e-10, atol=1e-14)
 
 
 def test_one_rank(reference, tmp_path):
@@ -102,9 +110,9 @@ def test_several_ranks(world_size, reference, tmp_path):
 
     R15, R18: rows without loss, on one of two ranks or in a whole micro-batch, leave the gradients of the others; a
     step without any loss token leaves every bit of the first weights, which are those of one rank, and so their
-    checksum. R70: a tied head
-    stays one parameter through sharding, loading and steps. With four ranks some hold no row of the q/k norms: their
-    optimizer has empty tensors.
+    checksum. R70: a tied head stays one parameter through sharding, loading and steps. R74: what is loaded on several
+    ranks goes on bit for bit; nothing random is restored, since nothing random is stored. With four ranks some hold no
+    row of the q/k norms: their optimizer has empty tensors.
     """
     sizes = [size for size in (1, 2, 4) if size * world_size <= 8]
     settings = [
@@ -114,13 +122,16 @@ def test_several_ranks(world_size, reference, tmp_path):
     settings += [setting(1, defer=defer, tied=True) for defer in (False, True)]
     masked = [setting(max(sizes), masked_from=4, defer=defer) for defer in (False, True)] + [setting(1, masked_from=4)]
     steps = [setting(1, steps=3, reload=True, defer=defer, tied=defer) for defer in (False, True)]
+    unbroken = [used | {"reload": False} for used in steps]
     empty = [setting(2, steps=1, masked_from=0, defer=defer, tied=defer) for defer in (False, True)]
-    results = iter(run_ranks(world_size, [*settings, *masked, *steps, *empty], tmp_path / "out.pt"))
+    results = iter(run_ranks(world_size, [*settings, *masked, *steps, *unbroken, *empty], tmp_path / "out.pt"))
     assert_same(settings, list(itertools.islice(results, len(settings))), reference)
     for used, result in zip(masked, itertools.islice(results, len(masked)), strict=True):
         assert_close(result, reference.first_half, 1e-12, used)
-    for used, result in zip(steps, itertools.islice(results, len(steps)), strict=True):
+    reloaded = list(itertools.islice(results, len(steps)))
+    for used, result, other in zip(steps, reloaded, itertools.islice(results, len(steps)), strict=True):
         assert_close(result, reference.weights[used["tied"], 3], 1e-9, used)
+        assert [name for name in other if not torch.equal(result[name], other[name])] == []
     for used, result in zip(empty, results, strict=True):
         untouched = reference.weights[used["tied"], 0]
         assert [name for name in untouched if not torch.equal(result[name], untouched[name])] == []

@@ -1,8 +1,9 @@
 """A checksum of all parameters: two runs whose weights are equal bit for bit have the same one, on any number of ranks.
 
 Every element is hashed to 64 bits with its bits, its place in the parameter and the parameter's name; the checksum is
-the sum of all hashes modulo 2^64. A sum can be taken shard by shard and over ranks in any order. The finaliser that
-mixes the bits is that of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2714064.2660195).
+the sum of all hashes in two lanes, their low and high 32 bits, each modulo 2^32, with no carry between them. A sum can
+be taken shard by shard and over ranks in any order. The finaliser that mixes the bits is that of SplitMix64 (Steele,
+Lea, Flood 2014, doi:10.1145/2714064.2660195).
 """
 
 from collections.abc import Mapping
@@ -38,7 +39,7 @@ def parameter_checksum(parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor
         ValueError: a parameter of another placement.
     """
     device = next(iter(parameters.values())).device
-    total = torch.zeros((), dtype=torch.int64, device=device)
+    lanes = torch.zeros(2, dtype=torch.int64, device=device)
     with torch.no_grad():
         for name, parameter in parameters.items():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -46,8 +47,12 @@ def parameter_checksum(parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor
             key = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
             bits = local.detach().reshape(-1).view(_BITS[local.dtype])
             for offset in range(0, bits.numel(), _CHUNK):
-                total += _hash(bits[offset : offset + _CHUNK], start + offset, key).sum()
-    return (total & _LANE).to(torch.float64), (total >> 32 & _LANE).to(torch.float64)
+                hashes = _hash(bits[offset : offset + _CHUNK], start + offset, key)
+                # A chunk's sums stay below 2^54; with a carry out of the low one, they would depend on the shards.
+                lanes += torch.stack([(hashes & _LANE).sum(), (hashes >> 32 & _LANE).sum()])
+                lanes &= _LANE
+    low, high = lanes.to(torch.float64).unbind()
+    return low, high
 
 
 def _hash(bits: Tensor, start: int, key: int) -> Tensor:

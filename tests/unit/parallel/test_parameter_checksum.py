@@ -21,12 +21,13 @@ def _mix(value: int) -> int:
 
 def _expected(parameters: dict[str, Tensor], unsigned: type[np.unsignedinteger]) -> int:
     signed = np.dtype(unsigned).str.replace("u", "i")
-    total = 0
+    low = high = 0
     for name, parameter in parameters.items():
         key = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
         for place, bits in enumerate(parameter.numpy().reshape(-1).view(signed).tolist()):
-            total += _mix((_mix((place + key) % _WORD) + bits) % _WORD)
-    return total % _WORD
+            value = _mix((_mix((place + key) % _WORD) + bits) % _WORD)
+            low, high = low + value % 2**32, high + (value >> 32)
+    return low % 2**32 + (high % 2**32 << 32)
 
 
 def _checksum(parameters: dict[str, Tensor]) -> int:
@@ -47,6 +48,16 @@ def test_equals_the_definition(
         "empty": torch.zeros(0, 4, dtype=dtype),
     }
     assert _checksum(parameters) == _expected(parameters, unsigned)
+
+
+def test_shards_sum_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows on other ranks, lanes summed and then reduced, as digest/params is formatted."""
+    whole = torch.randn(16, 5, generator=torch.Generator().manual_seed(2))
+    monkeypatch.setattr(room, "local_range", lambda name, shard: (int(shard.storage_offset()), 0))
+    lanes = torch.stack([torch.stack(parameter_checksum({"w": part})) for part in whole.split([5, 1, 7, 3])]).sum(0)
+    assert lanes[0] > 2**32, "or nothing would be carried"
+    low, high = (int(lane) % 2**32 for lane in lanes)
+    assert low + (high << 32) == _checksum({"w": whole})
 
 
 def test_notices_every_kind_of_difference() -> None:
