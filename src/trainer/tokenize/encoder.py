@@ -91,7 +91,10 @@ def _find_spelled(backend: "Tokenizer", special: dict[str, int], *, unknown: str
     """A special token that its own text becomes, though it should be split."""
     for token, number in sorted(special.items()):
         texts = [token, f"a {token} b", f"a{token}b"]
-        encodings = backend.encode_batch(texts, add_special_tokens=False)
+        try:
+            encodings = backend.encode_batch(texts, add_special_tokens=False)
+        except Exception:  # tokenizers raises plain Exception; text that cannot be encoded becomes no token at all
+            continue
         if token != unknown and any(number in encoding.ids for encoding in encodings):
             return token
     return None

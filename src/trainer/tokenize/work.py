@@ -26,6 +26,9 @@ _NOT_IN_PLAN = {"inputs", "output_dir", "num_tasks", "num_workers", "clean", "ba
 """Fields that change nothing in the shards, or that the plan holds in another form. Where a document is bad, either the
 work ended there or it was dropped, so finished tasks are the same under both."""
 
+_HUB_FIELDS = ("subset", "split", "revision", "streaming")
+"""Fields that mean nothing for files."""
+
 
 def tokenize(config: TokenizeConfig, files: list[SourceFile], hub: HubDataset | None, say: Say) -> None:
     """Do the work, or the rest of it.
@@ -89,10 +92,7 @@ def _plan(
     if encoder is not None:
         plan["tokenizer (contents)"] = encoder.digest
     plan |= {f"{file.path} (size, time)": [file.size, file.mtime_ns] for file in files}
-    return plan if hub is not None else {key: value for key, value in plan.items() if key not in HUB_FIELDS}
-
-
-HUB_FIELDS = ("subset", "split", "revision", "streaming")
+    return plan if hub is not None else {key: value for key, value in plan.items() if key not in _HUB_FIELDS}
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

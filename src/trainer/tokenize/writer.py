@@ -126,7 +126,11 @@ class ShardWriter(DocumentTokenizer):
 
     def _write_batch(self, batch: list[Document], sides: dict[str, TokenizedFile], counts: TaskCounts) -> None:
         texts = [document.text for document in batch]
-        for text, encoding in zip(texts, self.tokenizer.encode_batch_fast(texts), strict=True):
+        try:
+            encodings = self.tokenizer.encode_batch_fast(texts)
+        except Exception as error:  # tokenizers raises plain Exception, for a word without an unknown token for one
+            raise RunError(f"the tokenizer {self.tokenizer_name_or_path} cannot encode a document: {error}") from error
+        for text, encoding in zip(texts, encodings, strict=True):
             ids = encoding.ids
             if len(ids) < 2:  # nothing but EOS
                 counts.empty += 1

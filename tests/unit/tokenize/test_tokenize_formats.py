@@ -103,6 +103,26 @@ def test_a_hub_dataset(
     assert len(list((tmp_path / "out" / "train").glob("*.ds"))) == 2
 
 
+def test_a_hub_dataset_trains_a_tokenizer(tokenize: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_dict({"text": ["ba ko ri tu"] * 9})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: dataset.to_iterable_dataset())
+    answer = tokenize("set", "--output-dir", tmp_path / "out", "--tokenizer.train.vocab-size", "262", *WHOLE)
+    assert answer.code == 0, answer.err
+    assert "train: 9 documents" in answer.out
+    assert (tmp_path / "out" / "tokenizer" / "tokenizer.json").is_file()
+
+
+def test_names_with_odd_characters(tokenize: Any, documents: Any, tmp_path: Path) -> None:
+    source = tmp_path / "we ird::[x]*" / "file:"
+    source.mkdir(parents=True)
+    (source / "~a b?#.txt").write_text("ba ko")
+    target = tmp_path / "o::ut [y]*"
+    answer = tokenize(tmp_path / "we ird::[x]*", "--output-dir", target, *WHOLE)
+    assert answer.code == 0, answer.err
+    assert documents(target / "train") == ["ba ko"]
+
+
 def test_without_shuffling_the_files_are_datatroves(
     tokenize: Any, write_jsonl: Any, tiny_tokenizer: Path, tmp_path: Path
 ) -> None:

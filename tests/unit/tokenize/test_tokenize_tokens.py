@@ -115,6 +115,18 @@ def test_tokenizers_that_are_not_fit(tokenize: Any, tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
 
 
+def test_a_document_that_the_tokenizer_cannot_encode(tokenize: Any, tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1}, unk_token="missing"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(tmp_path / "words")
+    (tmp_path / "a.txt").write_text("a b")
+    flags = ["--output-dir", tmp_path / "out", "--tokenizer.name", tmp_path / "words"]
+    answer = tokenize(tmp_path / "a.txt", *flags)
+    assert answer.code == 1
+    assert answer.err.startswith("the tokenizer words cannot encode a document: WordLevel error")
+    assert len(answer.err.splitlines()) == 1
+
+
 def test_a_trained_eos_that_text_can_spell(tokenize: Any, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("stop stop stop stop")
     flags = ["--tokenizer.train.vocab-size", "270", "--tokenizer.train.eos-token", "stop"]
