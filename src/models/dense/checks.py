@@ -26,6 +26,8 @@ def refuse_unsupported(config: PretrainedConfig, *, seq_len: int, attn: str, hea
         )
     if config.hidden_act not in ("silu", "swish"):
         raise ArchError("hidden_act", f"only silu is implemented, not {config.hidden_act}")
+    if not 0 <= config.rms_norm_eps < 1:
+        raise ArchError("rms_norm_eps", f"must be at least 0 and below 1, not {config.rms_norm_eps}")
     if config.attention_dropout:
         raise ArchError("attention_dropout", f"dropout is not implemented ({config.attention_dropout})")
     if getattr(config, "pretraining_tp", None) not in (None, 1):

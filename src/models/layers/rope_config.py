@@ -18,6 +18,8 @@ _LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max
 _YARN_FIELDS = ("factor", "original_max_position_embeddings")
 _YARN_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 _EVERY_FIELD = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+# Beyond it, and for NaN, sums and products overflow; Python's integers have no bound of their own.
+_LARGE = 1e15
 # transformers' yarn reads a 0 in these as "not given".
 _DEFAULT_BETA_FAST = 32.0
 _DEFAULT_BETA_SLOW = 1.0
@@ -34,8 +36,8 @@ def rope_of_config(config: PretrainedConfig, head_dim: int) -> Rope:
         ArchError: a type that is not implemented, a field missing, out of range, or unknown to the type.
     """
     parameters: Mapping[str, Any] = config.rope_parameters or {}
-    if head_dim % 2:
-        raise ArchError("head_dim", f"RoPE needs an even head dimension, not {head_dim}")
+    if head_dim < 2 or head_dim % 2:
+        raise ArchError("head_dim", f"RoPE needs an even head dimension, 2 or more, not {head_dim}")
     if parameters.get("partial_rotary_factor", 1) not in (None, 1):
         raise ArchError(KEY, "partial_rotary_factor other than 1 is not implemented")
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
@@ -151,6 +153,6 @@ def _option(parameters: Mapping[str, Any], name: str) -> float | None:
 
 def _number(parameters: Mapping[str, Any], name: str) -> float:
     value = parameters[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGE:
         raise ArchError(KEY, f"{name} must be a number, not {value!r}")
     return float(value)

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from models.hf_config import CONFIG_CLASSES, known_fields
 from models.registry import ArchError, build_model, config_from_dict, config_to_dict, read_config, shorten
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -381,3 +384,32 @@ def test_shortening_keeps_the_first_layers(name) -> None:
     for wrong in (0, config.num_hidden_layers + 1):
         with pytest.raises(ArchError, match=f"cannot keep {wrong} of"):
             shorten(config, wrong)
+
+
+MODEL_TYPES = sorted(CONFIG_CLASSES)
+ODD_KEYS = ["quantization_config", "torch_dtype", "partial_rotary_factor", "per_layer_config", "to_dict", "num_labels"]
+ODD_KEYS += ["_attn_implementation", "attn_implementation", "sub_configs", "no_rope_layers", "layer_types"]
+KEYS = sorted(set().union(*map(known_fields, CONFIG_CLASSES.values()), ODD_KEYS))
+ROPE_TABLES = st.fixed_dictionaries(
+    {"rope_type": st.sampled_from(["default", "linear", "llama3", "yarn", "dynamic", "longrope", 3, [1]])},
+    optional={
+        name: st.sampled_from([None, 0, 1, 2.0, -1, 64, 10**400, float("nan"), "x", [], {}])
+        for name in ("factor", "rope_theta", "original_max_position_embeddings", "low_freq_factor", "beta_fast")
+    },
+)
+LEAVES = [None, 0, -1, 1, 2, 3, 2**40, 10**400, 1e30, -0.5, float("nan"), float("inf"), True, False, "", "x", "silu"]
+VALUES = st.sampled_from([*LEAVES, [], [1], ["full_attention"], ["sliding_attention"] * 2, {}, {"a": 1}]) | ROPE_TABLES
+
+
+@given(st.sampled_from(MODEL_TYPES), st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3))
+def test_any_config_builds_and_is_restored_or_is_refused_with_a_message(model_type, changes) -> None:
+    values = {**TINY, "model_type": model_type, "rope_theta": 1e4, **changes}
+    try:
+        config = config_from_dict(values)
+        with torch.device("meta"):
+            build_model(config, seq_len=16, attn="sdpa", dtype=torch.float32)
+    except ArchError as error:
+        assert error.message
+        return
+    stored = json.dumps(config_to_dict(config))
+    assert json.dumps(config_to_dict(config_from_dict(json.loads(stored)))) == stored
