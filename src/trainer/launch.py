@@ -284,6 +284,8 @@ class _Watch:
         how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if code == -signal.SIGKILL:
             how += " (the kernel sends it when memory runs out)"
+        elif code == -signal.SIGBUS:
+            how += " (a file that is read through a memory map, such as a data shard, was cut short or its disk failed)"
         elif code > 0:
             how += " and could not write why into its folder of logs; the lines above may tell"
         log = self._log(rank)
