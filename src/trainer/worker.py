@@ -26,6 +26,8 @@ _PR_SET_PDEATHSIG = 1
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 """No bug, whatever code ran into it: the message is enough."""
 
+_REPORT_BYTES = 1 << 15
+
 
 def run_worker(train: Callable[[SFTConfig, Run], None], argv: list[str]) -> None:
     """Call `train` as the rank that the environment names; returns when it is done.
@@ -42,18 +44,20 @@ def run_worker(train: Callable[[SFTConfig, Run], None], argv: list[str]) -> None
     stop = StopSignal()
     stop.install()
     _die_with(launcher_pid)
-    log = None
+    log, report = None, rank_error(run_dir, attempt, rank)
     try:
         log = open_rank_log(rank_log(run_dir, attempt, rank), rank=rank)
+        _reserve(report)
         # Held until this process is gone, whatever becomes of the launcher.
         _lock = share_run_dir(run_dir)
         config = SFTConfig.model_validate_json(attempt_config(run_dir, attempt).read_text())
         setup_logging(log, level=config.log.level)
         train(config, Run(dir=run_dir, attempt=attempt, stop=stop))
     except BaseException as error:
-        _record(error, log, rank_error(run_dir, attempt, rank))
+        _record(error, log, report)
         os._exit(2 if isinstance(error, ConfigError) else 1)
     ignore_stop_signals()
+    _new(report).unlink(missing_ok=True)
     logging.shutdown()
 
 
@@ -84,11 +88,9 @@ def _record(error: BaseException, log: RankLog | None, path: Path) -> None:
     elif log is None or (isinstance(error, OSError) and error.errno in _FULL):
         report["kind"], report["message"] = "run", f"{path.parent}: {error}" if log is None else str(error)
     console = sys.stderr if log is None else log.console
-    new = path.with_suffix(".new")
     try:
-        new.write_text(json.dumps(report))
-        new.rename(path)
-    except OSError:  # a full disk, say, which may be the very failure: then the console is all there is
+        _write_report(report, path)
+    except OSError:  # then the console is all there is
         with suppress(OSError):
             print(f"rank {os.environ.get('RANK')}: {report.get('message', report['text'])}", file=console, flush=True)
     if log is not None:
@@ -98,6 +100,26 @@ def _record(error: BaseException, log: RankLog | None, path: Path) -> None:
     for flush in (sys.stdout.flush, sys.stderr.flush, logging.shutdown):
         with suppress(OSError, ValueError):  # a console that is gone
             flush()
+
+
+def _new(path: Path) -> Path:
+    return path.with_suffix(".new")
+
+
+def _reserve(path: Path) -> None:
+    """Take the room on the disk that a report needs: the failure may be that there is none left."""
+    with suppress(OSError):
+        _new(path).write_bytes(b" " * _REPORT_BYTES)
+
+
+def _write_report(report: dict[str, Any], path: Path) -> None:
+    content = json.dumps(report).encode()
+    while len(content) > _REPORT_BYTES:  # the log has all of it
+        report = report | {"text": report["text"][-len(report["text"]) // 2 :]}
+        content = json.dumps(report).encode()
+    with _new(path).open("r+b" if _new(path).exists() else "wb") as file:
+        file.write(content)  # JSON goes on to be JSON before the spaces that were there
+    _new(path).rename(path)
 
 
 def _train(config: SFTConfig, run: Run) -> None:

@@ -1,10 +1,16 @@
 """What a run survives, and how it ends when it cannot."""
 
+import fcntl
+import json
 import os
 import random
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +39,21 @@ def count_steps(run_dir: Path) -> int:
 
 def is_saving(run_dir: Path) -> bool:
     return any((run_dir / "checkpoints").glob(".step_*.tmp"))
+
+
+@pytest.fixture
+def start(runner):
+    """`runner.popen`, whose process does not outlive a test that fails."""
+    started = []
+
+    def popen(*arguments: str | Path) -> subprocess.Popen:
+        started.append(runner.popen(*arguments))
+        return started[-1]
+
+    yield popen
+    for process in started:
+        process.kill()  # its workers die with it
+        process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -77,20 +98,128 @@ def test_kill_9_twenty_times(runner, undisturbed, seed):
     kill_and_resume(runner, undisturbed, f"killed_{seed}", seed)
 
 
-def test_sigterm_writes_a_checkpoint_and_the_run_goes_on(runner, undisturbed):
-    """Field case R114: both ranks agree on the step, the exit is clean and says so, and nothing is lost."""
-    config = runner.config("terminated", steps=60, interval=50)
-    process = runner.popen("@", config, "--deployment.num-train-gpus", "2", "--no-val")
-    wait_for(lambda: count_steps(runner.folder / "terminated") > 5, process)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    assert "stopped on request after step" in output
-    resume = runner.folder / "resume_terminated.toml"
+def rank_pid(process, rank: int) -> int:
+    """Process id of a worker."""
+    children = [path.read_text().split() for path in Path(f"/proc/{process.pid}/task").glob("*/children")]
+    marks = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pids in children for pid in pids}
+    return next(pid for pid, mark in marks.items() if f"RANK={rank}".encode() in mark)
+
+
+def log_of(run_dir: Path, rank: int) -> str:
+    path = run_dir / "logs" / "latest" / f"rank_{rank}.log"
+    return path.read_text() if path.exists() else ""
+
+
+def last_step(run_dir: Path) -> int:
+    return max(int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*"))
+
+
+def test_signals_in_validation_step_and_save_stop_all_ranks_and_lose_nothing(runner, start):
+    """Field case R114, on two ranks: SIGUSR1 to rank 1 alone within a validation, SIGTERM in a step, Ctrl-C in a save,
+    SIGTERM once all is done. Each time all ranks end after the same step, its checkpoint is there, the command says so
+    and exits with 0; the resumed run makes the validation up and ends with the very weights of one never stopped."""
+    config = runner.config("signals", steps=40, interval=2)
+    run_dir, two = runner.folder / "signals", ["--deployment.num-train-gpus", "2"]
+    resume = runner.folder / "resume_signals.toml"
     resume.write_text("[resume]\n")
-    done = runner.run(config, "@", resume, "--no-val", ranks=2)
-    assert done.column("digest/rows") == undisturbed.column("digest/rows")
-    assert done.column("loss/mean")[:10] == pytest.approx(undisturbed.column("loss/mean")[:10], rel=1e-6)
+
+    def end(process) -> str:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+        return output
+
+    def stopped(process) -> int:
+        """Ends the attempt; gives the step it stopped after."""
+        output, step = end(process), last_step(run_dir)
+        said = f"stopped on request after step {step} of 40: checkpoint at step {step} is written"
+        assert said in output and all(said in log_of(run_dir, rank) for rank in (0, 1))
+        return step
+
+    long_round = ["--val.seq-lens", "4", "8", "--val.micro-batch-tokens", "8"]
+    process = start("@", config, *two, *long_round)
+    wait_for(lambda: (run_dir / "checkpoints" / "step_2").exists(), process)
+    os.kill(rank_pid(process, 1), signal.SIGUSR1)
+    assert stopped(process) == 2
+    assert "the validation of step 2 is left to the resumed run" in log_of(run_dir, 1)
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [0, 1, 2] and "time/val" not in records[2]
+
+    process = start("@", config, "@", resume, *two, "--val.interval", "2")
+    wait_for(lambda: count_steps(run_dir) > 5, process)
+    process.send_signal(signal.SIGTERM)
+    in_step = stopped(process)
+    assert 4 <= in_step < 40
+
+    process = start("@", config, "@", resume, *two, "--no-ckpt.async-save", "--no-val")
+    wait_for(lambda: is_saving(run_dir), process)
+    process.send_signal(signal.SIGINT)
+    assert in_step < stopped(process) < 40
+
+    process = start("@", config, "@", resume, *two, "--no-val")
+    wait_for(lambda: "done: 40 steps" in log_of(run_dir, 0), process)
+    with suppress(ProcessLookupError, StopIteration, FileNotFoundError):
+        os.kill(rank_pid(process, 1), signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    assert "done: 40 steps" in end(process)
+
+    plain = runner.run(runner.config("no_signals", steps=40, interval=50), "--no-val", ranks=2)
+    done = replace(plain, dir=run_dir)
+    assert done.metrics[2]["val/held/bpb@32"] > 0
+    assert done.column("step") == list(range(1, 41))
+    assert done.column("digest/rows") == plain.column("digest/rows")
+    ours, theirs = done.tensors(40), plain.tensors(40)
+    assert [key for key in theirs if not torch.equal(ours[key], theirs[key])] == []
+
+
+def test_a_killed_rank_ends_the_run_and_a_living_run_keeps_others_out(runner, start):
+    """As the kernel does when memory runs out: the others end soon, the rank that died is named last, no process and
+    no lock is left. While the run lives, a second one in its directory is refused and says who has it."""
+    config = runner.config("killed_rank", steps=100_000, interval=50)
+    run_dir = runner.folder / "killed_rank"
+    process = start("@", config, "--deployment.num-train-gpus", "2", "--no-val")
+    wait_for(lambda: count_steps(run_dir) > 3, process)
+    second = runner.run(config, "--clean", ranks=2, check=False)
+    assert second.returncode == 2
+    assert f"killed_rank is in use by a run that has not ended (process {process.pid} on " in second.output
+
+    pids = [rank_pid(process, rank) for rank in (0, 1)]
+    os.kill(pids[1], signal.SIGKILL)
+    killed = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and time.monotonic() - killed < 60
+    assert "rank 1 died of SIGKILL (the kernel sends it when memory runs out); the end of its log" in output
+    assert output.rpartition("rank 1 died of SIGKILL")[2].count("Traceback") == 0
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    with (run_dir / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="mounting a small disk takes root")
+def test_a_disk_that_fills_up(runner, start, undisturbed, tmp_path):
+    """Field case R67: full of somebody else's data while a run on two ranks goes on. The command ends with the reason
+    and no traceback, from whichever rank it comes, and the checkpoint before is whole."""
+    config = runner.config("full", steps=100_000, interval=5)
+    disk, run_dir = tmp_path / "disk", tmp_path / "disk" / "full"
+    disk.mkdir()
+    options = ["--output-dir", disk, "--no-val"]
+
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], check=False)
+    if mounted.returncode:
+        pytest.skip("this machine mounts nothing")
+    try:
+        process = start("@", config, *options, "--deployment.num-train-gpus", "2", "--ckpt.keep-last", "1")
+        wait_for(lambda: (run_dir / "checkpoints" / "step_5").exists(), process)
+        with suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
+            while True:
+                filler.write(bytes(1 << 16))
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 1 and "Traceback" not in output, output
+        last = output.splitlines()[-1]
+        assert "No space left on device" in last or "not enough disk space" in last, output
+        tensors = replace(undisturbed, dir=run_dir).tensors(last_step(run_dir))
+        assert all(tensor.isfinite().all() for tensor in tensors.values())
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 def test_diverged_run_goes_back_once_and_then_fails(runner):

@@ -182,8 +182,15 @@ def check_login(config: WandbConfig, *, must_start: bool, say: Callable[[str], N
     """
     if config.mode == "offline":
         return
-    seconds = _LOGIN_SECONDS
-    wandb.setup(wandb.Settings(mode="online", silent=True, x_graphql_timeout_seconds=seconds, x_graphql_retry_max=1))
+    settings = wandb.Settings(
+        mode="online",
+        silent=True,
+        x_graphql_timeout_seconds=_LOGIN_SECONDS,
+        x_graphql_retry_max=1,
+        x_graphql_retry_wait_min_seconds=0.5,
+        x_graphql_retry_wait_max_seconds=1,
+    )
+    wandb.setup(settings)
     try:
         if not wandb.login(prompt=False, verify=True):
             raise _cannot_start(_NO_LOGIN)

@@ -11,7 +11,7 @@ import pytest
 
 from trainer.errors import PeerError, RunError
 from trainer.logs import RankLog, _FileHandler
-from trainer.worker import _record
+from trainer.worker import _record, _reserve
 
 
 def log_to(stream: io.StringIO, console: io.StringIO | None = None) -> RankLog:
@@ -67,3 +67,16 @@ def test_a_log_that_takes_no_more_is_said_once_and_nothing_else_happens() -> Non
         with suppress(OSError):
             full.close()
     assert console.getvalue() == "rank 1: rank_1.log cannot be written, lines are lost: No space left on device\n"
+
+
+def test_a_report_fits_where_room_was_reserved_for_it(tmp_path: Path) -> None:
+    """Field case R67: a disk that is full by then still takes it, since its blocks are there."""
+    path = tmp_path / "rank_0.error.json"
+    _reserve(path)
+    size = (tmp_path / "rank_0.error.new").stat().st_size
+    stream = io.StringIO()
+    _record(ValueError("x" * 10 * size + "the end"), log_to(stream), path)
+    assert path.stat().st_size == size
+    report = json.loads(path.read_text())
+    assert report["kind"] == "crash" and report["text"].endswith("the end\n") and len(report["text"]) > size / 8
+    assert len(stream.getvalue()) > 10 * size

@@ -3,7 +3,9 @@
 import json
 import logging
 import math
+import os
 import shutil
+import subprocess
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -266,3 +268,16 @@ def test_a_failed_save_keeps_the_metrics_of_its_step(
     assert steps(tmp_path) == list(range(7))
     assert math.isfinite(records(tmp_path)[6]["loss/mean"])
     assert [path.name for path in (tmp_path / "one" / "checkpoints").iterdir()] == ["step_3"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="mounting a small disk takes root")
+def test_a_disk_of_1_mb_is_too_little_at_the_start(tmp_path: Path) -> None:
+    """Field case R67: before the first step, and with what is needed and what there is."""
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=False)
+    if mounted.returncode:
+        pytest.skip("this machine mounts nothing")
+    try:
+        with pytest.raises(RunError, match=r"not enough disk space for a checkpoint in .*: it needs .*, free are"):
+            make(tmp_path)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
