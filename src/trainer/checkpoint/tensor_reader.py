@@ -4,14 +4,16 @@ The library's loader would do, but it copies each stored part twice on its way a
 meanwhile; an export in the background of a training must not.
 """
 
+import io
 import os
+import struct
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -19,10 +21,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from trainer.checkpoint.agreement import describe
 from trainer.errors import RunError
+
+_ZIP_HEADER = struct.Struct("<26xHH")
+"""The fixed part of what stands before each file in a zip archive, with the lengths of the two parts that follow."""
 
 
 class TensorReader:
@@ -83,7 +87,7 @@ class TensorReader:
         """Fill the contiguous `into` with a stored part."""
         info = self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]
         with (self._path / info.relative_path).open("rb") as file:
-            start = _data_offset(_create_file_view(file, info.offset, info.length), into)  # type: ignore[arg-type]
+            start = _data_offset(_Part(file.fileno(), info.offset, info.length), into)
             if start is None or start + into.nbytes > info.length:
                 raise RunError(
                     f"{name} in {self._path / info.relative_path} is not stored as .metadata says: the file is damaged"
@@ -98,19 +102,59 @@ class TensorReader:
         return into
 
 
-def _data_offset(stored: Any, like: Tensor) -> int | None:
+def _data_offset(stored: io.RawIOBase, like: Tensor) -> int | None:
     """Where the numbers begin in a tensor written by torch.save; None if it is not laid out like `like`.
 
-    Under FakeTensorMode torch.load reads only the description of the tensor and notes where its numbers lie.
+    Args:
+        stored: the stored tensor as a file of its own: a zip archive.
+        like: shape and dtype that it should have, contiguous.
     """
     try:
-        with FakeTensorMode():
-            found = torch.load(stored, weights_only=True)
+        with torch.serialization.skip_data():  # the description only
+            found = torch.load(cast(Any, stored), weights_only=True)
         if not isinstance(found, Tensor) or found.shape != like.shape or found.dtype != like.dtype:
             return None
-        if not found.is_contiguous():
+        if not found.is_contiguous() or found.storage_offset():
             return None
-        checkpoint_offset: Any = getattr(found.untyped_storage(), "_checkpoint_offset", None)
-    except Exception:  # whatever a damaged or forged description makes torch raise
+        entries = [entry for entry in zipfile.ZipFile(cast(Any, stored)).infolist() if "/data/" in entry.filename]
+        if len(entries) != 1 or entries[0].compress_type != zipfile.ZIP_STORED or entries[0].file_size < like.nbytes:
+            return None
+        stored.seek(entries[0].header_offset)
+        name_length, extra_length = _ZIP_HEADER.unpack(cast(bytes, stored.read(_ZIP_HEADER.size)))
+    except OSError:
+        raise
+    except Exception:  # whatever a damaged or forged description makes torch and zipfile raise
         return None
-    return None if checkpoint_offset is None else checkpoint_offset + int(found.storage_offset()) * found.element_size()
+    return entries[0].header_offset + _ZIP_HEADER.size + name_length + extra_length
+
+
+class _Part(io.RawIOBase):
+    """Some bytes of an open file as a file of its own. The library's own class of this kind seeks wrongly from the
+    end."""
+
+    def __init__(self, descriptor: int, offset: int, length: int) -> None:
+        super().__init__()
+        self._descriptor, self._offset, self._length = descriptor, offset, length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        if start + offset < 0:
+            raise OSError("seek before the beginning")
+        self._position = start + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        wanted = max(0, min(len(buffer), self._length - self._position))
+        count = os.preadv(self._descriptor, [memoryview(buffer)[:wanted]], self._offset + self._position)
+        self._position += count
+        return count

@@ -34,7 +34,9 @@ class WeightsFolder:
             ConfigError: the tokenizer cannot be read.
         """
         self._folder = run_dir / FOLDER_NAME
-        # Now, since it takes the interpreter lock: in the background of a step it would be felt.
+        # Now, since both take the interpreter lock for long: in the background of a step they would be felt.
+        from transformers.models.auto import modeling_auto  # noqa: F401
+
         self._tokenizer: TokenizerFiles | None = read_tokenizer(record.tokenizer) if record.tokenizer else None
         for path in list(self._folder.glob(".step_*")):
             if _LEFTOVER_NAME.fullmatch(path.name):

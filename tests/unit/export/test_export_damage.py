@@ -17,6 +17,7 @@ from configs.checkpoint import CheckpointConfig
 from trainer.checkpoint import Checkpointer, ModelRecord
 from trainer.checkpoint.export import plan_export, write_export
 from trainer.checkpoint.manifest import FileRecord, file_records, read_manifest, write_manifest
+from trainer.checkpoint.tensor_reader import TensorReader
 from trainer.errors import RunError
 from trainer.export.command import run_export
 from trainer.parallel.mesh import one_rank_mesh
@@ -220,7 +221,7 @@ def test_killed_at_any_call(checkpoint: Path, tmp_path: Path, monkeypatch: pytes
     with monkeypatch.context() as patch:
         patch.setattr("trainer.checkpoint.export.sync", killing(lambda path: None))
         patch.setattr("trainer.weights.write.os.fsync", killing(lambda descriptor: None))
-        patch.setattr("trainer.checkpoint.tensor_reader.os.preadv", killing(os.preadv))
+        patch.setattr(TensorReader, "read", killing(TensorReader.read))
         patch.setattr(Path, "rename", killing(Path.rename))
         for count in range(1, 100):
             at, seen = count, 0
