@@ -2,8 +2,8 @@
 
     uv run python examples/quickstart/generate.py outputs/quickstart --prompt "def read_line(self"
 
-Everything it needs lies in the run directory: the config says which model and tokenizer, the checkpoint holds the
-weights. It keeps no cache of keys and values, so it is for a look at small models and no more.
+Everything it needs lies in the run directory: the checkpoint holds the weights and says which model and tokenizer they
+are of. It keeps no cache of keys and values, so it is for a look at small models and no more.
 """
 
 import argparse
@@ -11,14 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from configs.errors import ConfigError
 from configs.sft import SFTConfig
 from models.base import CausalLM
 from models.batch import IGNORE_INDEX
-from models.registry import build_config, build_model
-from trainer.checkpoint import Checkpointer, find_checkpoint
+from models.registry import build_model, config_from_dict
+from trainer.checkpoint import Checkpointer, ModelRecord, find_checkpoint, read_state
 from trainer.data.collate import collate
 from trainer.data.row import Rows
 from trainer.errors import RunError
@@ -40,12 +39,13 @@ def main() -> None:
     if not config_file.is_file():
         parser.error(f"{arguments.run_dir} is not a run directory: it has no configs/sft.json")
     config = SFTConfig.model_validate_json(config_file.read_text())
-    if config.tokenizer.name is None:
-        parser.error("the run has no tokenizer")
     try:
-        tokenizer = load_tokenizer(config.tokenizer.name)
-        checkpoint = find_checkpoint(arguments.run_dir, arguments.step, print)
-        model = load_model(config, tokenizer, checkpoint)
+        checkpoint = find_checkpoint(arguments.run_dir, arguments.step, print, repair=False)
+        record = ModelRecord.of(read_state(checkpoint))
+        if record.tokenizer is None:
+            parser.error("the run has no tokenizer")
+        tokenizer = load_tokenizer(record.tokenizer)
+        model = load_model(record, checkpoint, config.data.seq_len)
     except (ConfigError, RunError) as error:
         raise SystemExit(str(error)) from error
 
@@ -66,16 +66,9 @@ def main() -> None:
     print(tokenizer.decode(ids, skip_special_tokens=True))
 
 
-def load_model(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, checkpoint: Path) -> CausalLM:
+def load_model(record: ModelRecord, checkpoint: Path, seq_len: int) -> CausalLM:
     """The run's model in fp32 with the weights of a checkpoint; the optimizer's state is not read."""
-    arch = config.model.arch
-    assert arch is not None
-    model = build_model(
-        build_config(arch, tokenizer_length=len(tokenizer), special_ids={}),
-        seq_len=config.data.seq_len,
-        attn="sdpa",
-        dtype=torch.float32,
-    )
+    model = build_model(config_from_dict(record.config), seq_len=seq_len, attn="sdpa", dtype=torch.float32)
     weights = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     mesh = one_rank_mesh(torch.device("cpu"))
     Checkpointer(checkpoint.parents[1], None, mesh).load(checkpoint, weights, ignore=("optimizer.",))

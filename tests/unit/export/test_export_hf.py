@@ -1,6 +1,7 @@
 """What `export-hf` writes, read back by safetensors and transformers."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -170,3 +171,19 @@ def test_dtype_by_default(request: pytest.FixtureRequest, form: str, dtype: str)
     out = run_dir / "exports" / "step_2"
     assert json.loads((out / "config.json").read_text())["dtype"] == dtype
     assert {tensor.dtype for tensor in stored(out).values()} == {DTYPES[dtype]}
+
+
+def test_weights_of_every_checkpoint_of_a_run(train_run: Callable[..., Path]) -> None:
+    """`ckpt.weights` in the loop: what `export-hf` gives, and made up by a resumed run that was killed before."""
+    run_dir = train_run("weights", arch={"num_hidden_layers": 1}, ckpt={"interval": 2, "weights": True})
+    assert sorted(path.name for path in (run_dir / "weights").iterdir()) == ["step_2", "step_4"]
+    for step in (2, 4):
+        assert run_export([str(run_dir), "--step", str(step)]) == 0
+        one, other = (stored(run_dir / kind / f"step_{step}") for kind in ("weights", "exports"))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    written = (run_dir / "weights" / "step_4" / "model.safetensors").read_bytes()
+    shutil.rmtree(run_dir / "weights" / "step_4")
+    again = {"interval": 2, "weights": True}
+    assert train_run("weights", arch={"num_hidden_layers": 1}, ckpt=again, resume={}) == run_dir
+    assert (run_dir / "weights" / "step_4" / "model.safetensors").read_bytes() == written
