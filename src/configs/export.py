@@ -9,9 +9,15 @@ from pydantic import Field
 from configs.base import BaseConfig
 from configs.checks import check_folder
 from configs.errors import Fault
-from configs.sft import TokenizerConfig
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class ExportTokenizerConfig(BaseConfig):
+    """`[tokenizer]` of an export."""
+
+    name: str | None = None
+    """A folder or Hugging Face id. Unset: the tokenizer that the run had. Code in it never runs."""
 
 
 class ExportConfig(BaseConfig):
@@ -35,8 +41,8 @@ class ExportConfig(BaseConfig):
     """Larger models are cut into files of at most this many bytes: a number with KB, MB, GB, TB, KiB, MiB, GiB or
     without unit."""
 
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    """Tokenizer to write beside the weights. Unset: that of the run."""
+    tokenizer: ExportTokenizerConfig = ExportTokenizerConfig()
+    """Tokenizer to write beside the weights."""
 
     clean: bool = False
     """Replace the folder if it is there and holds an earlier export."""
