@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import shutil
+import signal
 import subprocess
 from collections import namedtuple
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import pytest
 from configs.sft import SFTConfig
 from configs.validation import ValConfig
 from trainer.errors import RunError
-from trainer.run import Run, StopSignal
+from trainer.run import STOP_SIGNALS, Run, StopSignal
 from trainer.train import Trainer
 from trainer.validation import Validation
 
@@ -194,6 +195,37 @@ def test_a_stop_in_a_validation_drops_its_numbers_and_saves_the_step(
     run(make(tmp_path, resume={}))
     assert [record["step"] for record in records(tmp_path)] == [0, 1, 2, 3, 3, 4, 5, 6]
     assert [record["step"] for record in records(tmp_path) if "time/val" in record] == [3, 6]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_stop_in_a_save_ends_two_steps_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool
+) -> None:
+    """Field case R114: the save under way is finished. The next step tells all ranks, which read it in the one after:
+    that one is the last, and saved too."""
+    stopped = make(tmp_path, ckpt={"interval": 3, "async_save": async_save}, max_steps=9)
+    stopped._validates = lambda step: False
+    write = stopped.checkpointer._write
+
+    def write_and_ask(*arguments: Any, **options: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        write(*arguments, **options)
+
+    monkeypatch.setattr(stopped.checkpointer, "_write", write_and_ask)
+    handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    stopped.run_info.stop.install()
+    try:
+        run(stopped)
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+    last = steps(tmp_path)[-1]
+    assert last == 5 or (async_save and last == 6)
+    names = sorted(path.name for path in (tmp_path / "one" / "checkpoints").iterdir())
+    assert names == ["step_3", f"step_{last}"]
+
+    run(make(tmp_path, resume={}, max_steps=9))
+    assert steps(tmp_path)[-1] == 9
 
 
 def test_a_stop_after_the_last_pass_keeps_the_round_and_takes_no_further_step(tmp_path: Path) -> None:
