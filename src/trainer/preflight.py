@@ -3,6 +3,7 @@
 The launcher calls `preflight`. Workers call `prepare` and `plan_run` for themselves and come to the same numbers.
 """
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,14 +21,14 @@ from configs.sft import SFTConfig
 from models.base import CausalLM
 from models.errors import ArchError
 from models.registry import build_config, build_model, read_config, shorten
-from trainer.checkpoint import check_fits, find_checkpoint, read_state
+from trainer.checkpoint import ModelRecord, check_fits, find_checkpoint, read_state
 from trainer.data.build import build_source
 from trainer.data.loader import RowLoader
 from trainer.data.row import RowSource
 from trainer.errors import RunError
 from trainer.model_setup import DTYPES, choose_attention
 from trainer.parallel.mesh import one_rank_mesh
-from trainer.state import STATE_KEYS
+from trainer.state import STATE_KEYS, model_record
 from trainer.tokenizer import load_tokenizer
 from trainer.validation import build_validation
 from trainer.weights.fit import check_fit
@@ -183,6 +184,8 @@ def preflight(config: SFTConfig, *, run_dir: Path, world_size: int, say: Callabl
         if config.resume is not None:
             found = find_checkpoint(config.resume.dir or run_dir, config.resume.step, say)
             say(f"resume: from {found}")
+            for change in _model_changes(config, found, inputs):
+                say(change)
             if plan is not None and model is not None:
                 faults += _resume_faults(config, found, plan=plan, model=model, source=inputs.source)
     # Last, so that no gigabytes are fetched for a run that cannot be.
@@ -294,6 +297,19 @@ def _resume_faults(config: SFTConfig, path: Path, *, plan: Plan, model: CausalLM
         yield Fault(key=key, message=f"the run has {plan.steps:,} steps, fewer than the {step:,} of {path}")
     elif skips.skip_scheduler:
         yield from check_schedule(config.scheduler, lr=config.optim.lr, total_steps=plan.steps - step)
+
+
+def _model_changes(config: SFTConfig, path: Path, inputs: Inputs) -> Iterator[str]:
+    """In what the run's model differs from the checkpoint's although the weights fit: a longer RoPE may be meant, a
+    folder of `model.name` that changed meanwhile is not."""
+    own = model_record(config, inputs.model_config, has_tokenizer=inputs.tokenizer is not None)
+    try:
+        saved = ModelRecord.of(read_state(path))
+    except RunError as error:
+        yield f"model: not compared with that of the checkpoint: {error}"
+        return
+    for key, (then, now) in saved.changes(own).items():
+        yield f"model: {key} is {json.dumps(now)}, and {json.dumps(then)} in the checkpoint"
 
 
 def _arch_fault(config: SFTConfig, error: ArchError) -> ConfigError:

@@ -6,6 +6,9 @@ from typing import Any
 
 from trainer.errors import RunError
 
+_NOT_COMPUTED = ("dtype", "architectures", "use_cache")
+"""Keys of a Hugging Face config that change nothing in training."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRecord:
@@ -39,6 +42,18 @@ class ModelRecord:
     def to_json(self) -> dict[str, Any]:
         """For the state of a checkpoint."""
         return asdict(self)
+
+    def changes(self, other: "ModelRecord") -> dict[str, tuple[Any, Any]]:
+        """What `other` computes otherwise: values here and there by key, of the keys that both have (those of another
+        version of transformers are of no use), and the dtype of the forward pass."""
+        found = {
+            key: (value, other.config[key])
+            for key, value in self.config.items()
+            if key in other.config and key not in _NOT_COMPUTED and value != other.config[key]
+        }
+        if self.compute_dtype != other.compute_dtype:
+            found["compute_dtype"] = (self.compute_dtype, other.compute_dtype)
+        return found
 
     @property
     def export_dtype(self) -> str:

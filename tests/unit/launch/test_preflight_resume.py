@@ -16,7 +16,7 @@ from trainer.checkpoint.manifest import file_records, read_manifest, write_manif
 from trainer.data.loader import RowLoader
 from trainer.parallel.mesh import one_rank_mesh
 from trainer.preflight import preflight, prepare
-from trainer.state import STATE_KEYS
+from trainer.state import STATE_KEYS, model_record
 
 _ARCH = {
     "model_type": "llama",
@@ -46,7 +46,9 @@ def run_dir(tmp_path_factory) -> Path:
     loader = RowLoader(
         inputs.source, batch_size=2, micro_batch_size=1, dp_rank=0, dp_size=1, num_workers=0, pin_memory=False
     )
-    checkpointer = Checkpointer(run_dir, CheckpointConfig(async_save=False), one_rank_mesh(torch.device("cpu")))
+    record = model_record(_config(), inputs.model_config, has_tokenizer=False)
+    mesh = one_rank_mesh(torch.device("cpu"))
+    checkpointer = Checkpointer(run_dir, CheckpointConfig(async_save=False), mesh, record)
     state = dict.fromkeys(STATE_KEYS) | {"progress": {"step": 6}, "data": loader.state_dict(6)}
     checkpointer.save(6, tensors, state)
     return run_dir
@@ -86,6 +88,20 @@ def test_other_model(run_dir: Path) -> None:
     [(key, message)] = _faults(_config(model={"arch": _ARCH | {"intermediate_size": 48}}), run_dir)
     assert key == "resume"
     assert "mlp.gate_proj.weight is (32, 16) float32, this run has (48, 16) float32" in message
+
+
+def test_another_computation_on_the_same_weights_is_said(run_dir: Path) -> None:
+    """The weights fit a model of another RoPE: meant, or a folder of `model.name` that changed meanwhile."""
+    said: list[str] = []
+    model = {"arch": _ARCH | {"rms_norm_eps": 1e-5, "rope_theta": 500000.0}, "compute_dtype": "float32"}
+    preflight(_config(model=model), run_dir=run_dir, world_size=1, say=said.append)
+    assert said[0] == f"resume: from {run_dir}/checkpoints/step_6"
+    assert sorted(said[1:]) == [
+        'model: compute_dtype is "float32", and "bfloat16" in the checkpoint',
+        "model: rms_norm_eps is 1e-05, and 1e-06 in the checkpoint",
+        'model: rope_parameters is {"rope_theta": 500000.0, "rope_type": "default"}, and {"rope_theta": 10000.0, '
+        '"rope_type": "default"} in the checkpoint',
+    ]
 
 
 def test_schedule_that_starts_anew_must_fit_in_the_steps_left(run_dir: Path) -> None:
