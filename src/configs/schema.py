@@ -19,6 +19,15 @@ def dotted(key: Key) -> str:
     return ".".join(key)
 
 
+def flatten(config: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Values by full dotted key. Lists stay whole; an empty table is a value."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        key = f"{above}{name}"
+        flat |= flatten(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
+    return flat
+
+
 def union_members(annotation: Any) -> tuple[Any, ...]:
     """The members of a union, `Annotated` stripped and nested unions opened; NoneType included."""
     origin = get_origin(annotation)

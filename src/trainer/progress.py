@@ -3,6 +3,8 @@
 import logging
 import os
 import sys
+import time
+from collections.abc import Callable
 from typing import TextIO
 
 from rich.console import Console
@@ -16,7 +18,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from trainer.text import show_seconds
+
 _COLOUR_CODES = {"red": "31", "green": "32", "yellow": "33"}
+_LINE_SECONDS = 15.0
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -112,3 +117,48 @@ class ProgressBar:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+class WorkProgress:
+    """A bar with ETA on a terminal, a line now and then elsewhere."""
+
+    def __init__(
+        self, *, description: str, total: int | None, unit: str, done: int, say: Callable[[str], None]
+    ) -> None:
+        """
+        Args:
+            total: bytes (of the inputs, shown in kB) or documents; None where it is not known.
+            unit: "kB" or "documents".
+            done: of these, by an earlier command.
+        """
+        self._scale = 1000 if unit == "kB" else 1
+        self._description, self._unit, self._say = description, unit, say
+        self._total = None if total is None else max(1, -(-total // self._scale))
+        self._begin = self._done = done // self._scale
+        self._bar = ProgressBar(description=f"{description}, {unit}", total=self._total, completed=self._done)
+        self._start = self._last = time.monotonic()
+
+    def update(self, done: int, detail: str = "") -> None:
+        """Args:
+        done: bytes or documents in all.
+        detail: for lines.
+        """
+        self._done = done // self._scale
+        self._bar.update(self._done)
+        now = time.monotonic()
+        if is_terminal(sys.stdout) or now - self._last < _LINE_SECONDS:
+            return
+        self._last = now
+        self._say(f"{self._description}: {self._done:,}{self._of_total(now)}{detail}")
+
+    def _of_total(self, now: float) -> str:
+        if self._total is None:
+            return f" {self._unit}"
+        text = f" of {self._total:,} {self._unit} ({min(1.0, self._done / self._total):.0%})"
+        if self._done > self._begin:
+            seconds = (now - self._start) * max(0, self._total - self._done) / (self._done - self._begin)
+            text += f", ETA {show_seconds(seconds)}"
+        return text
+
+    def close(self) -> None:
+        self._bar.close()

@@ -18,6 +18,7 @@ from configs.errors import ConfigError
 from configs.model import is_hub_id
 from configs.sft import SFTConfig
 from trainer.errors import RunError
+from trainer.files import write_whole
 from trainer.run import attempt_config, attempt_logs
 
 _LOCK = ".lock"
@@ -156,10 +157,7 @@ def write_dry_run(config: SFTConfig) -> Path:
 
 def write_config(config: SFTConfig, path: Path) -> None:
     """Write a config as JSON, which keeps nulls and parses to the same object. A reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(config.model_dump_json(indent=2) + "\n")
-    new.replace(path)
+    write_whole(path, (config.model_dump_json(indent=2) + "\n").encode())
 
 
 def share_run_dir(run_dir: Path) -> TextIO:

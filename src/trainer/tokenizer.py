@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from configs.errors import ConfigError
 from configs.model import is_hub_id
+from trainer.text import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +33,5 @@ def load_tokenizer(name: str, key: str = "tokenizer.name") -> "PreTrainedTokeniz
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise every kind, plain Exception among them
-        lines = str(error).strip().splitlines()
-        cause = lines[0] if lines else type(error).__name__
         place = f"the folder {name}" if folder else f"the hub as {name!r} (there is no such folder here)"
-        raise ConfigError.one(key, f"no tokenizer could be loaded from {place}: {cause}") from error
+        raise ConfigError.one(key, f"no tokenizer could be loaded from {place}: {first_line(error)}") from error

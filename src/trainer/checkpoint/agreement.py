@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.errors import PeerError, RunError
 from trainer.parallel.mesh import Mesh
+from trainer.text import first_line
 
 T = TypeVar("T")
 
@@ -60,5 +61,4 @@ def describe(error: BaseException) -> str:
         return "a file of tensors is damaged, or holds something else than tensors"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
-    first_line = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {first_line}"
+    return f"{type(error).__name__}: {first_line(error)}"

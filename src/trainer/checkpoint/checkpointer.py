@@ -23,10 +23,8 @@ from trainer.checkpoint.folder import (
     FOLDER_NAME,
     commit,
     find_checkpoint,
-    make_empty,
     prepare,
     prune,
-    require_space,
     step_path,
 )
 from trainer.checkpoint.manifest import FileRecord, file_records, read_manifest, wrong_content
@@ -36,6 +34,7 @@ from trainer.checkpoint.staging import Stager
 from trainer.checkpoint.tensor_writer import checkpoint_size, write_tensors
 from trainer.checkpoint.weights_folder import WeightsFolder, discard_weights, weights_size
 from trainer.errors import RunError
+from trainer.files import make_empty, require_space
 from trainer.parallel.mesh import Mesh
 
 logger = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ class Checkpointer:
             RunError: it does not.
         """
         num_bytes = self._size(tensors)
-        self._agree(lambda: require_space(self._folder, num_bytes))
+        self._agree(lambda: require_space(self._folder, num_bytes, "a checkpoint"))
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Save the weights after `step` steps. With `async_save` this returns when the tensors are copied; the
@@ -218,7 +217,7 @@ class Checkpointer:
     def _is_saved_or_fits(self, step: int, num_bytes: int) -> bool:
         if step in self._committed and step_path(self._folder, step).exists():
             return True
-        require_space(self._folder, num_bytes)
+        require_space(self._folder, num_bytes, "a checkpoint")
         return False
 
     def _prepare(self) -> None:

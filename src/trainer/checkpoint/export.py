@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from trainer.checkpoint.agreement import describe
-from trainer.checkpoint.folder import make_empty, require_space, sync
 from trainer.checkpoint.manifest import file_records, read_checkpoint, wrong_content
 from trainer.checkpoint.model_record import ModelRecord
 from trainer.checkpoint.safe_reader import DamagedError
 from trainer.checkpoint.tensor_reader import TensorReader
 from trainer.errors import RunError
+from trainer.files import make_empty, rename_over, require_space, sync
 from trainer.weights.card import write_config, write_generation_config
 from trainer.weights.tokenizer_files import TokenizerFiles
 from trainer.weights.write import TensorEntry, can_write, write_safetensors
@@ -155,7 +155,9 @@ def write_export(
         (temporary / MARK_NAME).write_text(json.dumps(mark, indent=2) + "\n", encoding="utf-8")
         for path in (*small, temporary / MARK_NAME, temporary):
             sync(path)
-        _give_name(temporary, target)
+        replaced = rename_over(temporary, target)
+        if replaced is not None:
+            shutil.rmtree(replaced)
     except (OSError, RunError) as error:
         shutil.rmtree(temporary, ignore_errors=True)  # a full disk should not stay full of it
         raise RunError(f"{target} could not be written: {describe(error)}") from error
@@ -191,18 +193,6 @@ class _Source:
 def _view(memory: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor at the beginning of `memory`, which is of bytes."""
     return memory[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
-
-
-def _give_name(temporary: Path, target: Path) -> None:
-    replaced = target.with_name(f".{target.name}.gone")
-    if replaced.exists():
-        shutil.rmtree(replaced)
-    if target.exists():
-        target.rename(replaced)
-    temporary.rename(target)
-    sync(target.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

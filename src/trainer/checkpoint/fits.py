@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from trainer.checkpoint.manifest import read_checkpoint
 from trainer.checkpoint.safe_reader import DamagedError
 from trainer.errors import RunError
+from trainer.text import listed
 
 
 def check_fits(path: Path, tensors: Mapping[str, Tensor], ignore: tuple[str, ...] = ()) -> Metadata:
@@ -57,8 +58,5 @@ def _dtype(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _list(kind: str, names: list[str], most: int = 5) -> list[str]:
-    if not names:
-        return []
-    more = [f"and {len(names) - most} more"] if len(names) > most else []
-    return [f"{kind}: {', '.join(names[:most] + more)}"]
+def _list(kind: str, names: list[str]) -> list[str]:
+    return [f"{kind}: {listed(names)}"] if names else []

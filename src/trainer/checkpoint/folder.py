@@ -11,7 +11,6 @@ checkpoints/
 """
 
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from typing import Any
 from configs.errors import ConfigError
 from trainer.checkpoint.manifest import STATE_NAME, STEP_NAME, FileRecord, read_checkpoint, write_manifest
 from trainer.checkpoint.safe_reader import DamagedError
-from trainer.errors import RunError
+from trainer.files import hide, rename_over, sync
 
 FOLDER_NAME = "checkpoints"
 
@@ -122,13 +121,6 @@ def _put_back_replaced(folder: Path) -> None:
                 replaced.rename(final)
 
 
-def make_empty(path: Path) -> None:
-    """A new folder at `path`, whatever was there."""
-    if path.exists():
-        shutil.rmtree(path)
-    path.mkdir()
-
-
 def commit(temporary: Path, final: Path, *, step: int, state: dict[str, Any], files: Mapping[str, FileRecord]) -> None:
     """Complete the written folder and give it its name. Killed at any moment, no folder of that name is half-written.
 
@@ -141,23 +133,8 @@ def commit(temporary: Path, final: Path, *, step: int, state: dict[str, Any], fi
     write_manifest(temporary, step=step, state=state, files=files)
     sync(temporary / STATE_NAME)
     sync(temporary)
-    if final.exists():
-        # A folder cannot be renamed over one that holds files. Killed between the two, this one is put back.
-        replaced = _hide(final, "old")
-        temporary.rename(final)
-        replaced.rename(replaced.with_suffix(".gone"))
-    else:
-        temporary.rename(final)
-    sync(final.parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or a folder's entries are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    # Killed half-way, what was there is put back by `_put_back_replaced`.
+    rename_over(temporary, final)
 
 
 def prune(
@@ -184,7 +161,7 @@ def prune(
                 if keep_interval is None or old % keep_interval:
                     on_removal(old)
                     # Renamed first: killed in the removal, nothing is left that looks like a damaged checkpoint.
-                    _hide(step_path(folder, old), "gone")
+                    hide(step_path(folder, old), "gone")
         for path in list(folder.glob(".step_*.gone")):
             shutil.rmtree(path)
     except OSError as error:
@@ -199,33 +176,3 @@ def _superseded(steps: list[int], folder: Path, keep_last: int) -> list[int]:
         if kept == keep_last:
             return steps[:position]
     return []
-
-
-def _hide(path: Path, suffix: str) -> Path:
-    hidden = path.with_name(f".{path.name}.{suffix}")
-    if hidden.exists():
-        shutil.rmtree(hidden)
-    return path.rename(hidden)
-
-
-def require_space(folder: Path, num_bytes: int, what: str = "a checkpoint") -> None:
-    """Check that something fits.
-
-    Args:
-        folder: where it will lie; need not exist yet.
-        num_bytes: its size.
-        what: it is, for the message.
-
-    Raises:
-        RunError: it does not.
-    """
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if free < num_bytes:
-        raise RunError(
-            f"not enough disk space for {what} in {folder}: it needs {_size(num_bytes)}, free are {_size(free)}"
-        )
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -10,9 +10,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from trainer.checkpoint.folder import sync
 from trainer.checkpoint.manifest import FileRecord
 from trainer.checkpoint.safe_reader import METADATA_NAME
+from trainer.files import sync
 from trainer.parallel.mesh import Mesh
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from trainer.checkpoint.export import plan_export, write_export
 from trainer.checkpoint.folder import step_path
 from trainer.checkpoint.model_record import ModelRecord
+from trainer.files import remove_folder
 from trainer.weights.tokenizer_files import TokenizerFiles, read_tokenizer
 
 FOLDER_NAME = "weights"
@@ -59,13 +60,8 @@ class WeightsFolder:
 def discard_weights(run_dir: Path, step: int) -> None:
     """Remove the weights of `step`, if there are any. Killed at any moment, none that look whole are left damaged."""
     path = step_path(run_dir / FOLDER_NAME, step)
-    if not path.is_dir():
-        return
-    hidden = path.with_name(f".{path.name}.gone")
-    if hidden.exists():
-        shutil.rmtree(hidden)
-    path.rename(hidden)
-    shutil.rmtree(hidden)
+    if path.is_dir():
+        remove_folder(path)
 
 
 def weights_size(num_elements: int, dtype_bytes: int) -> int:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from trainer.progress import ProgressBar
+from trainer.text import with_unit
 
 logger = logging.getLogger(__name__)
 
@@ -11,7 +12,7 @@ _COLUMNS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("loss/mean", "loss {:.4f}".format),
     ("optim/lr", "lr {:.2e}".format),
     ("optim/grad_norm", "grad norm {:.3f}".format),
-    ("perf/throughput", lambda value: f"{_with_unit(value)} tok/s"),
+    ("perf/throughput", lambda value: f"{with_unit(value)} tok/s"),
     ("perf/mfu", "mfu {:.1f}%".format),
     ("perf/peak_memory", "mem {:.1f} GiB".format),
     ("progress/epoch", "epoch {:.3f}".format),
@@ -83,11 +84,3 @@ def format_validation(step: int, total: int, metrics: Mapping[str, float | int |
 
 def _step_of(step: int, total: int) -> str:
     return f"step {step:>{len(str(total))}}/{total}"
-
-
-def _with_unit(number: float) -> str:
-    for unit in ("", "k", "M", "G"):
-        if abs(number) < 999.5 or unit == "G":
-            break
-        number /= 1000
-    return f"{number:.0f}{unit}" if number >= 100 or not unit else f"{number:.1f}{unit}"

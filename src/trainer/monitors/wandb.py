@@ -18,6 +18,7 @@ import wandb
 from configs.errors import ConfigError
 from configs.monitor import WandbConfig
 from configs.safe_text import SECRET_NAME, star_secrets
+from trainer.text import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class WandbMonitor:
                 ),
             )
         except Exception as error:  # network, login, server and disk faults come as every kind
-            self._without(_first_line(error), online=online, must_start=must_start)
+            self._without(first_line(error), online=online, must_start=must_start)
             return
         if run.disabled:
             self._without(_NO_LOGIN, online=online, must_start=must_start)
@@ -196,8 +197,8 @@ def check_login(config: WandbConfig, *, must_start: bool, say: Callable[[str], N
             raise _cannot_start(_NO_LOGIN)
     except wandb.Error as error:
         if must_start:
-            raise _cannot_start(_first_line(error)) from error
-        say(f"wandb cannot start for now, the run goes on without it unless it can soon: {_first_line(error)}")
+            raise _cannot_start(first_line(error)) from error
+        say(f"wandb cannot start for now, the run goes on without it unless it can soon: {first_line(error)}")
     finally:
         wandb.teardown()
 
@@ -205,10 +206,6 @@ def check_login(config: WandbConfig, *, must_start: bool, say: Callable[[str], N
 def _cannot_start(reason: str) -> ConfigError:
     message = f'wandb cannot start: {reason}; mode = "offline" needs no server, and `wandb sync` sends its files later'
     return ConfigError.one("monitors.wandb.mode", message)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def without_secrets(value: Any, name: str = "") -> Any:

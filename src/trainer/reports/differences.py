@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trainer.reports.records import Column, MetricsFile, flatten, planned_steps, read_config
+from configs.schema import flatten
+from trainer.reports.records import Column, MetricsFile, planned_steps, read_config
 
 ROWS, LOSS, GRAD_NORM, LR, WEIGHTS = "digest/rows", "loss/mean", "optim/grad_norm", "optim/lr", "digest/params"
 

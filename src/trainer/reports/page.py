@@ -9,7 +9,6 @@ import base64
 import hashlib
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 
 from configs.safe_text import one_line, star_secrets
 from trainer.errors import RunError
+from trainer.files import write_whole
 from trainer.reports.curves import (
     SPIKE_DEVIATIONS,
     Card,
@@ -102,13 +102,9 @@ def write_page(path: Path, page: str) -> None:
     Raises:
         RunError: it cannot be written.
     """
-    new = path.with_name(f"{path.name}.new")
     try:
-        new.write_text(page, encoding="utf-8")
-        new.replace(path)
+        write_whole(path, page.encode())
     except OSError as error:
-        with suppress(OSError):
-            new.unlink(missing_ok=True)
         raise RunError(f"the page {path} cannot be written: {error.strerror}") from error
 
 

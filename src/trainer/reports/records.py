@@ -194,15 +194,6 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     return config
 
 
-def flatten(config: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """Values by full dotted key. Lists stay whole; an empty table is a value."""
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        key = f"{above}{name}"
-        flat |= flatten(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
-    return flat
-
-
 def planned_steps(config: dict[str, Any]) -> int | None:
     """`max_steps`; None where the data decides."""
     steps = config.get("max_steps")

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from configs.safe_text import SECRET_NAME, one_line, star_secrets
+from configs.schema import flatten
 from trainer.reports.comparison_text import show_value
 from trainer.reports.differences import config_differences
-from trainer.reports.records import flatten
 from trainer.reports.runs import PlottedRun
 from trainer.reports.thinning import smooth, smooth_span
+from trainer.text import with_unit
 
 _KEY_SETTINGS = (
     "max_steps",
@@ -143,12 +144,3 @@ def _hours(run: PlottedRun) -> str:
     if math.isnan(hours):
         return ""
     return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
-
-
-def with_unit(number: float) -> str:
-    """Three or four digits and k, M, B or T."""
-    for unit in ("", "k", "M", "B", "T"):
-        if abs(number) < 999.5 or unit == "T":
-            break
-        number /= 1000
-    return f"{number:.3g}{unit}" if abs(number) < 1000 else f"{number:.0f}{unit}"

@@ -4,21 +4,20 @@ A task's files depend on the job and the task alone. A task that was interrupted
 marker is never done again.
 """
 
-import json
-import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from loguru import logger
+from pydantic import TypeAdapter
 
 from trainer.errors import RunError
+from trainer.files import sync, write_whole
 from trainer.tokenize.encoder import Encoder
 from trainer.tokenize.heldout import HeldoutRule
 from trainer.tokenize.readers import Intake, read_task
-from trainer.tokenize.sources import HubDataset, SourceFile, Task
-from trainer.tokenize.writer import HELDOUT, TRAIN, ShardWriter, SideCounts, TaskCounts
+from trainer.tokenize.sources import Task
+from trainer.tokenize.writer import HELDOUT, TRAIN, ShardWriter, TaskCounts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,33 +37,15 @@ class Job:
 
     def write(self) -> Path:
         """Write the job for worker processes, and the tokenizer for datatrove; gives the job's file."""
-        write_whole(self.encoder_file, self.encoder.json.encode())
-        values = asdict(self) | {"folder": str(self.folder)}
-        return write_whole(self.folder / "job.json", json.dumps(values).encode())
+        path = self.folder / "job.json"
+        _write(self.encoder_file, self.encoder.json.encode())
+        _write(path, _JOB.dump_json(self))
+        return path
 
     @classmethod
     def read(cls, path: Path) -> "Job":
         """What `write` wrote."""
-        values: dict[str, Any] = json.loads(path.read_bytes())
-        encoder = values["encoder"]
-        tasks = [
-            Task(
-                number=task["number"],
-                files=tuple(SourceFile(**file) for file in task["files"]),
-                hub=HubDataset(**task["hub"]) if task["hub"] else None,
-                num_tasks=task["num_tasks"],
-            )
-            for task in values["tasks"]
-        ]
-        return cls(
-            **values
-            | {
-                "folder": Path(values["folder"]),
-                "encoder": Encoder(**encoder | {"control_tokens": tuple(encoder["control_tokens"])}),
-                "heldout": HeldoutRule(**values["heldout"]),
-                "tasks": tuple(tasks),
-            }
-        )
+        return _JOB.validate_json(path.read_bytes())
 
     @property
     def encoder_file(self) -> Path:
@@ -73,9 +54,6 @@ class Job:
     def marker(self, task: int) -> Path:
         """Exists once the task is done; holds what `read_result` gives."""
         return self.folder / "done" / f"{task:05d}.json"
-
-    def intake(self) -> Intake:
-        return Intake(text_key=self.text_key, drop_bad=self.drop_bad)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +64,10 @@ class TaskResult:
 
     files: list[str]
     """Paths relative to the job's folder."""
+
+
+_JOB = TypeAdapter(Job)
+_RESULT = TypeAdapter(TaskResult)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +89,7 @@ def run_task(job: Job, task: Task, on_progress: Callable[[TaskProgress], None]) 
     # datatrove logs every file that it opens.
     logger.disable("datatrove")
     counts = TaskCounts()
-    intake = job.intake()
+    intake = Intake(text_key=job.text_key, drop_bad=job.drop_bad)
 
     def report() -> None:
         documents = counts.train.documents + counts.heldout.documents
@@ -123,34 +105,22 @@ def run_task(job: Job, task: Task, on_progress: Callable[[TaskProgress], None]) 
     files = writer.write(read_task(task, intake), task.number, counts, report)
     counts.empty += intake.empty
     counts.bad += intake.bad
+    # A marker must not outlive its files when the machine goes down.
     for file in files:
-        _sync(job.folder / file)
-    write_whole(job.marker(task.number), json.dumps({"counts": asdict(counts), "files": files}).encode())
+        sync(job.folder / file)
+    _write(job.marker(task.number), _RESULT.dump_json(TaskResult(counts=counts, files=files)))
 
 
 def read_result(job: Job, task: int) -> TaskResult:
     """What the marker of a finished task says."""
-    values = json.loads(job.marker(task).read_bytes())
-    counts = values["counts"]
-    sides = {side: SideCounts(**counts[side]) for side in (TRAIN, HELDOUT)}
-    return TaskResult(counts=TaskCounts(**counts | sides), files=values["files"])
+    return _RESULT.validate_json(job.marker(task).read_bytes())
 
 
-def write_whole(path: Path, content: bytes) -> Path:
-    """Write a file that is either there with all its content or not at all.
-
-    Raises:
-        RunError: it cannot be written.
-    """
-    unfinished = path.with_name(path.name + ".tmp")
+def _write(path: Path, content: bytes) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_bytes(content)
-        _sync(unfinished)
-        unfinished.replace(path)
+        write_whole(path, content)
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror or error}") from error
-    return path
 
 
 def _remove_leftovers(job: Job, task: int) -> None:
@@ -158,12 +128,3 @@ def _remove_leftovers(job: Job, task: int) -> None:
     for side in (TRAIN, HELDOUT):
         for file in (job.folder / side).glob(f"{task:05d}_*"):
             file.unlink()
-
-
-def _sync(path: Path) -> None:
-    """Have it on the disk: a marker must not outlive its files when the machine goes down."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -16,7 +16,7 @@ from typing import Any
 from configs.errors import ConfigError
 from trainer.data.shards import UNFINISHED
 from trainer.errors import RunError
-from trainer.tokenize.job import write_whole
+from trainer.files import write_whole
 
 FOLDERS = ("tokenizer", "heldout", "train")
 """In the order in which they come into place."""
@@ -51,9 +51,9 @@ class Output:
         Raises:
             RunError: something cannot be moved.
         """
-        if not self.is_complete:
-            write_whole(self.partial / RECORD, (json.dumps(record, indent=1) + "\n").encode())
         try:
+            if not self.is_complete:
+                write_whole(self.partial / RECORD, (json.dumps(record, indent=1) + "\n").encode())
             for name in (*FOLDERS, RECORD):
                 if (self.partial / name).exists():
                     (self.partial / name).rename(self.folder / name)
@@ -70,7 +70,7 @@ class Output:
         """Delete what this module and the tasks write in `.partial`; the lock at the very end."""
         for name in _WORK_FOLDERS:
             shutil.rmtree(self.partial / name, ignore_errors=True)
-        for name in (*_WORK_FILES, *(f"{name}.tmp" for name in _WORK_FILES), _LOCK):
+        for name in (*_WORK_FILES, *(f"{name}.new" for name in _WORK_FILES), _LOCK):
             (self.partial / name).unlink(missing_ok=True)
 
 
@@ -164,7 +164,7 @@ def _clean(output: Output) -> None:
     for name in _WORK_FOLDERS:
         shutil.rmtree(output.partial / name, ignore_errors=True)
     for path in output.partial.iterdir():
-        if path != lock and path.name.removesuffix(".tmp") in _WORK_FILES:
+        if path != lock and path.name.removesuffix(".new") in _WORK_FILES:
             path.unlink()
 
 

@@ -22,6 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import infer_compression
 
 from trainer.errors import RunError
+from trainer.text import first_line
 from trainer.tokenize.sources import HubDataset, SourceFile, Task
 
 _READ_ERRORS = (OSError, EOFError, ValueError, NotImplementedError, zlib.error, pyarrow.ArrowException)
@@ -110,7 +111,7 @@ def read_file(file: SourceFile, intake: Intake) -> Generator[Document, None, Non
     try:
         yield from reader.read_file(path.name)
     except _READ_ERRORS as error:
-        raise RunError(f"{file.path} cannot be read: {_first_line(error)}") from error
+        raise RunError(f"{file.path} cannot be read: {first_line(error)}") from error
     intake.tell = lambda: 0
     intake.finished_bytes += file.size
 
@@ -122,7 +123,7 @@ def _read_hub(hub: HubDataset, intake: Intake, *, rank: int, world_size: int) ->
     except RunError:
         raise
     except Exception as error:  # datasets, the hub's client and its network raise every kind
-        raise RunError(f"the dataset {hub.name} cannot be read: {_first_line(error)}") from error
+        raise RunError(f"the dataset {hub.name} cannot be read: {first_line(error)}") from error
 
 
 def open_hub(hub: HubDataset) -> tuple[int, int | None]:
@@ -136,7 +137,7 @@ def open_hub(hub: HubDataset) -> tuple[int, int | None]:
     try:
         dataset: Any = load_dataset(hub.name, **hub.options(), streaming=hub.streaming)
     except Exception as error:  # as above
-        raise RunError(f"{type(error).__name__}: {_first_line(error)}") from error
+        raise RunError(f"{type(error).__name__}: {first_line(error)}") from error
     splits = dataset.info.splits or {}
     info = splits.get(hub.split)
     num_rows = info.num_examples if info is not None else None
@@ -233,8 +234,3 @@ class _Hub(HuggingFaceDatasetReader):
     def get_document_from_dict(self, data: dict, source_file: str, id_in_file: int | str) -> Document | None:
         self._rows += 1
         return self._intake.document(data, f"{source_file}, row", self._rows)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import ConfigError
+from configs.schema import flatten
 from configs.tokenize import TokenizeConfig, TrainTokenizerConfig
 from trainer.data.shard import ShardError, open_shard
 from trainer.errors import RunError
+from trainer.progress import WorkProgress
 from trainer.tokenize.bpe import train_tokenizer, training_texts
 from trainer.tokenize.encoder import Encoder, build_encoder
 from trainer.tokenize.heldout import HeldoutRule
@@ -16,7 +18,7 @@ from trainer.tokenize.job import Job, TaskProgress, read_result, run_task
 from trainer.tokenize.output import Output, open_output
 from trainer.tokenize.pool import run_tasks
 from trainer.tokenize.readers import Intake, open_hub, read_file, read_task
-from trainer.tokenize.report import TaskTotals, WorkProgress, summary
+from trainer.tokenize.report import TaskTotals, summary
 from trainer.tokenize.sources import HubDataset, SourceFile, Task, split_tasks
 from trainer.tokenize.writer import HELDOUT, TRAIN, TaskCounts
 
@@ -88,18 +90,11 @@ def _plan(
 ) -> dict[str, Any]:
     """All that decides what is written, flat."""
     plan = {"inputs": config.inputs, "num_tasks": num_tasks}
-    plan |= _flat(config.model_dump(mode="json", exclude=_NOT_IN_PLAN))
+    plan |= flatten(config.model_dump(mode="json", exclude=_NOT_IN_PLAN))
     if encoder is not None:
         plan["tokenizer (contents)"] = encoder.digest
     plan |= {f"{file.path} (size, time)": [file.size, file.mtime_ns] for file in files}
     return plan if hub is not None else {key: value for key, value in plan.items() if key not in _HUB_FIELDS}
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _train(

@@ -1,13 +1,14 @@
 """Whether the weights of a folder are those of a model: all of them, of its shapes, and no others."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from configs.errors import Fault
 from models.base import CausalLM
+from trainer.text import listed
 from trainer.weights.folder import StoredTensor, WeightFiles
 
 FILE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -64,10 +65,8 @@ def _tie_advice(model: CausalLM, missing: Iterable[str]) -> str:
     return "; if the head is the embedding, its config.json must say tie_word_embeddings = true"
 
 
-def _listed(names: Collection[str]) -> str:
-    shown = list(names)[:_SHOWN]
-    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({', '.join(shown)}{rest})"
+def _listed(names: Sequence[str]) -> str:
+    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({listed(names, _SHOWN)})"
 
 
 def _fault(message: str) -> Fault:

@@ -35,7 +35,7 @@ def test_what_was_not_measured_is_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("number", "shown"),
-    [(0.0, "0"), (950.2, "950"), (999.7, "1.0k"), (12_345.0, "12.3k"), (512_000.0, "512k"), (2.5e6, "2.5M")],
+    [(0.0, "0"), (950.2, "950"), (999.7, "1k"), (12_345.0, "12.3k"), (512_000.0, "512k"), (2.5e6, "2.5M")],
 )
 def test_throughput_is_short(number: float, shown: str) -> None:
     assert format_step(1, 1, {"perf/throughput": number}) == f"step 1/1 | {shown} tok/s"

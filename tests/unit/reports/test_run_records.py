@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from configs.errors import ConfigError
-from trainer.reports.records import MetricsFile, flatten, read_config, run_labels
+from configs.schema import flatten
+from trainer.reports.records import MetricsFile, read_config, run_labels
 
 
 def lines(*records: dict) -> str:

@@ -2,15 +2,17 @@
 
 import pytest
 
-from trainer.tokenize import report
+from trainer import progress as progress_module
+from trainer.progress import WorkProgress
+from trainer.text import show_seconds
 from trainer.tokenize.job import TaskProgress
-from trainer.tokenize.report import TaskTotals, WorkProgress, show_seconds, summary
+from trainer.tokenize.report import TaskTotals, summary
 from trainer.tokenize.writer import SideCounts, TaskCounts
 
 
 def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr(report.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: clock[0])
     said: list[str] = []
     progress = WorkProgress(description="tokenize", total=5_000_000, unit="kB", done=1_000_000, say=said.append)
     progress.update(1_500_000)
@@ -24,7 +26,7 @@ def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lines_without_a_total(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "_LINE_SECONDS", 0)
+    monkeypatch.setattr(progress_module, "_LINE_SECONDS", 0)
     said: list[str] = []
     WorkProgress(description="tokenize", total=None, unit="documents", done=0, say=said.append).update(1234)
     assert said == ["tokenize: 1,234 documents"]

@@ -79,7 +79,7 @@ def test_missing_tensors_are_named(folder, fault):
     _edit(folder / SINGLE, drop)
     message = fault()
     assert message.startswith(f"{folder} lacks 9 tensors (model.layers.1.self_attn.q_proj.weight, ")
-    assert message.endswith(" and 4 more)")
+    assert message.endswith(", and 4 more)")
 
 
 def test_unexpected_tensors_are_named(folder, fault):
