@@ -51,6 +51,23 @@ ARCH = {
     "max_position_embeddings": 64,
 }
 
+# What qwen3 has not: biases; layers that do not rotate, and a scaled RoPE.
+FAMILIES = {
+    "qwen3": {},
+    "qwen2": {"model_type": "qwen2"},
+    "smollm3": {
+        "model_type": "smollm3",
+        "no_rope_layers": [0, 1],
+        "mlp_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+}
+
 
 class Masked:
     """Rows of another source; those from place `first` of each step on carry no loss."""
@@ -67,7 +84,7 @@ class Masked:
 
 
 def build(mesh: Mesh, setting: dict) -> tuple[CausalLM, GradSync, RowLoader]:
-    arch = ARCH | {"tie_word_embeddings": setting["tied"]}
+    arch = ARCH | FAMILIES[setting["family"]] | {"tie_word_embeddings": setting["tied"]}
     model_config = build_config(arch, tokenizer_length=None, special_ids={})
     config = ModelConfig.model_validate(
         {"arch": arch, "init": {}, "optimization_dtype": "float64", "defer_grad_sync": setting["defer"]}

@@ -39,8 +39,13 @@ def run_ranks(world_size: int, settings: list[dict], out: Path) -> list[dict[str
     return torch.load(out, weights_only=True)
 
 
-def setting(micro_batch_size=1, *, ac=None, defer=False, tied=False, **extra) -> dict:
-    return {"micro_batch_size": micro_batch_size, "ac": ac, "defer": defer, "tied": tied} | extra
+def setting(micro_batch_size=1, *, family="qwen3", ac=None, defer=False, tied=False, **extra) -> dict:
+    values = {"micro_batch_size": micro_batch_size, "family": family, "ac": ac, "defer": defer, "tied": tied}
+    return values | extra
+
+
+def model_of(used: dict) -> tuple[str, bool]:
+    return used["family"], used["tied"]
 
 
 STEPS = [setting(2, steps=3), setting(2, steps=3, tied=True), setting(2, steps=0), setting(2, steps=0, tied=True)]
@@ -50,8 +55,8 @@ STEPS = [setting(2, steps=3), setting(2, steps=3, tied=True), setting(2, steps=0
 class Reference:
     """What one rank computes in the unwrapped form."""
 
-    gradients: dict[bool, dict[str, Tensor]]
-    """Of the whole batch at once, by whether the head is tied."""
+    gradients: dict[tuple[str, bool], dict[str, Tensor]]
+    """Of the whole batch at once, by the family and whether the head is tied."""
 
     first_half: dict[str, Tensor]
     """Gradients of the batch's first four rows alone."""
@@ -62,10 +67,12 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> Reference:
-    settings = [setting(8), setting(8, tied=True), setting(4, only_first=True), *STEPS]
-    untied, tied, first_half, *weights = run_ranks(1, settings, tmp_path_factory.mktemp("reference") / "out.pt")
+    whole = [setting(8), setting(8, tied=True), setting(8, family="qwen2"), setting(8, family="smollm3", tied=True)]
+    settings = [*whole, setting(4, only_first=True), *STEPS]
+    results = run_ranks(1, settings, tmp_path_factory.mktemp("reference") / "out.pt")
+    gradients, (first_half, *weights) = results[: len(whole)], results[len(whole) :]
     return Reference(
-        gradients={False: untied, True: tied},
+        gradients={model_of(used): result for used, result in zip(whole, gradients, strict=True)},
         first_half=first_half,
         weights={(used["tied"], used["steps"]): result for used, result in zip(STEPS, weights, strict=True)},
     )
@@ -82,7 +89,7 @@ def assert_close(result: dict[str, Tensor], expected: dict[str, Tensor], limit: 
 def assert_same(settings: list[dict], results: list[dict[str, Tensor]], reference: Reference) -> None:
     assert len(settings) == len(results)
     for used, result in zip(settings, results, strict=True):
-        expected = reference.gradients[used["tied"]]
+        expected = reference.gradients[model_of(used)]
         assert_close(result, expected, 1e-12, used)
         # Field case R81: the norm is that of the whole gradient, and clipping scales by it.
         squares = [value.square().sum() for name, value in expected.items() if f"clipped.{name}" in expected]
@@ -112,7 +119,8 @@ def test_several_ranks(world_size, reference, tmp_path):
     step without any loss token leaves every bit of the first weights, which are those of one rank, and so their
     checksum. R70: a tied head stays one parameter through sharding, loading and steps. R74: what is loaded on several
     ranks goes on bit for bit; nothing random is restored, since nothing random is stored. With four ranks some hold no
-    row of the q/k norms: their optimizer has empty tensors.
+    row of the q/k norms: their optimizer has empty tensors. Biases (qwen2, smollm3), layers without RoPE and a scaled
+    RoPE (smollm3) are no different.
     """
     sizes = [size for size in (1, 2, 4) if size * world_size <= 8]
     settings = [
@@ -120,6 +128,7 @@ def test_several_ranks(world_size, reference, tmp_path):
         for size, defer, ac in itertools.product(sizes, (False, True), (None, "selective", "full"))
     ]
     settings += [setting(1, defer=defer, tied=True) for defer in (False, True)]
+    settings += [setting(1, family="qwen2", defer=True), setting(2, family="smollm3", tied=True, ac="selective")]
     masked = [setting(max(sizes), masked_from=4, defer=defer) for defer in (False, True)] + [setting(1, masked_from=4)]
     steps = [setting(1, steps=3, reload=True, defer=defer, tied=defer) for defer in (False, True)]
     unbroken = [used | {"reload": False} for used in steps]
