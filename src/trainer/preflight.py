@@ -29,7 +29,7 @@ from trainer.errors import RunError
 from trainer.model_setup import DTYPES, choose_attention
 from trainer.parallel.mesh import one_rank_mesh
 from trainer.state import STATE_KEYS, model_record
-from trainer.tokenizer import load_tokenizer
+from trainer.tokenizer import load_tokenizer, special_ids
 from trainer.validation import build_validation
 from trainer.weights.fit import check_fit
 from trainer.weights.folder import open_weights, weight_file_names
@@ -224,13 +224,12 @@ def _model_config(
     config: SFTConfig, model_folder: Path | None, tokenizer: PreTrainedTokenizerBase | None
 ) -> PretrainedConfig:
     """The architecture of `model.name` or of `[model.arch]`."""
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
     length = len(tokenizer) if tokenizer is not None else None
     try:
         if model_folder is None:
             assert config.model.arch is not None, "SFTConfig.run_faults asks for it"
-            special_ids = {name: getattr(tokenizer, name, None) for name in names}
-            return build_config(config.model.arch, tokenizer_length=length, special_ids=special_ids)
+            ids = special_ids(tokenizer) if tokenizer is not None else {}
+            return build_config(config.model.arch, tokenizer_length=length, special_ids=ids)
         model_config = read_config(model_folder)
     except ArchError as error:
         raise _arch_fault(config, error) from error

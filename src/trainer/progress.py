@@ -123,15 +123,15 @@ class WorkProgress:
     """A bar with ETA on a terminal, a line now and then elsewhere."""
 
     def __init__(
-        self, *, description: str, total: int | None, unit: str, done: int, say: Callable[[str], None]
+        self, *, description: str, total: int | None, unit: str, say: Callable[[str], None], done: int = 0
     ) -> None:
         """
         Args:
-            total: bytes (of the inputs, shown in kB) or documents; None where it is not known.
-            unit: "kB" or "documents".
-            done: of these, by an earlier command.
+            total: how much there is, None where it is not known; bytes for the units "kB" and "MB".
+            unit: of what is shown.
+            done: how much was done by an earlier command.
         """
-        self._scale = 1000 if unit == "kB" else 1
+        self._scale = {"kB": 10**3, "MB": 10**6}.get(unit, 1)
         self._description, self._unit, self._say = description, unit, say
         self._total = None if total is None else max(1, -(-total // self._scale))
         self._begin = self._done = done // self._scale
@@ -140,7 +140,7 @@ class WorkProgress:
 
     def update(self, done: int, detail: str = "") -> None:
         """Args:
-        done: bytes or documents in all.
+        done: how much in all.
         detail: for lines.
         """
         self._done = done // self._scale

@@ -10,6 +10,14 @@ from trainer.text import first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""What tokenizers, configs of models and generation configs call the ids of control tokens."""
+
+
+def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:
+    """Ids by the names of SPECIAL_IDS; None for those that the tokenizer lacks."""
+    return {name: getattr(tokenizer, name) for name in SPECIAL_IDS}
+
 
 def load_tokenizer(name: str, key: str = "tokenizer.name") -> "PreTrainedTokenizerBase":
     """The tokenizer in a folder or, by id, on the Hugging Face hub. Code that lies beside it never runs.

@@ -18,7 +18,7 @@ from trainer.checkpoint.model_record import ModelRecord
 from trainer.checkpoint.safe_reader import DamagedError
 from trainer.checkpoint.tensor_reader import TensorReader
 from trainer.errors import RunError
-from trainer.files import make_empty, rename_over, require_space, sync
+from trainer.files import make_empty, rename_over, require_space, sync, write_whole
 from trainer.weights.card import write_config, write_generation_config
 from trainer.weights.tokenizer_files import TokenizerFiles
 from trainer.weights.write import TensorEntry, can_write, write_safetensors
@@ -148,13 +148,13 @@ def write_export(
             temporary, export.entries, source.read, max_shard_bytes=max_shard_bytes, on_progress=on_progress
         )
         config = export.record.config
-        small = write_config(temporary, config, export.dtype)
-        small += write_generation_config(temporary, config, tokenizer.special_ids if tokenizer else {})
-        small += tokenizer.write(temporary) if tokenizer else []
+        write_config(temporary, config, export.dtype)
+        write_generation_config(temporary, config, tokenizer.special_ids if tokenizer else {})
+        if tokenizer is not None:
+            tokenizer.write(temporary)
         mark = {"step": export.step, "run": export.path.absolute().parents[1].name, "dtype": export.dtype}
-        (temporary / MARK_NAME).write_text(json.dumps(mark, indent=2) + "\n", encoding="utf-8")
-        for path in (*small, temporary / MARK_NAME, temporary):
-            sync(path)
+        write_whole(temporary / MARK_NAME, (json.dumps(mark, indent=2) + "\n").encode())
+        sync(temporary)
         replaced = rename_over(temporary, target)
         if replaced is not None:
             shutil.rmtree(replaced)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import ConfigError
-from trainer.checkpoint.manifest import STATE_NAME, STEP_NAME, FileRecord, read_checkpoint, write_manifest
+from trainer.checkpoint.manifest import STEP_NAME, FileRecord, read_checkpoint, write_manifest
 from trainer.checkpoint.safe_reader import DamagedError
 from trainer.files import hide, rename_over, sync
 
@@ -131,7 +131,6 @@ def commit(temporary: Path, final: Path, *, step: int, state: dict[str, Any], fi
         files: every file of tensors.
     """
     write_manifest(temporary, step=step, state=state, files=files)
-    sync(temporary / STATE_NAME)
     sync(temporary)
     # Killed half-way, what was there is put back by `_put_back_replaced`.
     rename_over(temporary, final)

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from trainer.checkpoint.checksum import checksum
 from trainer.checkpoint.safe_reader import FILE_NAME, METADATA_NAME, DamagedError, read_metadata
 from trainer.errors import RunError
+from trainer.files import write_whole
 
 STATE_NAME = "state.json"
 FORMAT_VERSION = 2
@@ -96,13 +97,13 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], Metadata]:
 
 
 def write_manifest(path: Path, *, step: int, state: dict[str, Any], files: Mapping[str, FileRecord]) -> None:
-    """Write the `state.json` of the folder at `path`; arguments as in `commit`."""
+    """Write the `state.json` of the folder at `path` to disk; arguments as in `commit`."""
     records = {name: asdict(files[name]) for name in sorted(files)}
     manifest = {"format": FORMAT_VERSION, "step": step, "files": records, "state": state}
     # What json makes of it (names of dicts become text) is what a reader sees.
     values = json.loads(json.dumps(manifest))
     text = json.dumps(values | {"checksum": _checksum(values)}, indent=1)
-    (path / STATE_NAME).write_text(text + "\n", encoding="utf-8")
+    write_whole(path / STATE_NAME, (text + "\n").encode())
 
 
 def file_records(manifest: Mapping[str, Any]) -> dict[str, FileRecord]:

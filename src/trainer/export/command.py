@@ -1,19 +1,18 @@
 """`export-hf`: a checkpoint as a Hugging Face folder. See docs/checkpoints.md."""
 
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from configs.errors import ConfigError, Fault
 from trainer.command import run_command, say
-from trainer.progress import ProgressBar, is_terminal
+from trainer.progress import WorkProgress
 
 if TYPE_CHECKING:
     from configs.export import ExportConfig
     from trainer.checkpoint.export import Export
     from trainer.weights.tokenizer_files import TokenizerFiles
-
-_LARGE_BYTES = 10**9
 
 
 def main() -> None:
@@ -50,7 +49,7 @@ def _start(config: "ExportConfig") -> int:
     tokenizer = _tokenizer(config, export)
     say(f"export: {path}, {export.num_params:,} parameters, {export.num_bytes:,} bytes in {export.dtype}")
     check_content(export)
-    with _Progress(export.num_bytes) as progress:
+    with closing(WorkProgress(description="export", total=export.num_bytes, unit="MB", say=say)) as progress:
         write_export(export, target, tokenizer, max_shard_bytes=config.max_shard_bytes, on_progress=progress.update)
     if tokenizer is None:
         say("the run had no tokenizer, so none is written; --tokenizer.name adds one")
@@ -141,27 +140,3 @@ def _tokenizer(config: "ExportConfig", export: "Export") -> "TokenizerFiles | No
         message = f"{name} has {tokenizer.length} ids, the model only {vocab_size}: it is another model's"
         raise ConfigError.one("tokenizer.name", message)
     return tokenizer
-
-
-class _Progress:
-    """Bytes written: a bar on a terminal, else a line at each quarter of a large export."""
-
-    def __init__(self, total: int) -> None:
-        self._total = max(1, total)
-        self._quarter = 0
-        self._says = total >= _LARGE_BYTES and not is_terminal(sys.stdout)
-        self._bar = ProgressBar(description="MB written", total=self._total // 10**6)
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.close()
-
-    def update(self, num_bytes: int) -> None:
-        """`num_bytes` in all are written."""
-        self._bar.update(num_bytes // 10**6)
-        quarter = 4 * num_bytes // self._total
-        if self._says and quarter > self._quarter:
-            say(f"written: {25 * quarter} %")
-        self._quarter = quarter

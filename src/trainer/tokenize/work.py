@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,9 @@ def _train(
         sources = [read_task(Task(number=0, hub=hub, num_tasks=1), intake)]
     # Compressed text may be longer than the files; the bar then stands at its end for a while.
     total = min(train.max_bytes, sum(file.size for file in files)) if files else train.max_bytes
-    progress = WorkProgress(description="text for the tokenizer", total=total, unit="kB", done=0, say=say)
     heldout = HeldoutRule(fraction=config.heldout.fraction, seed=config.heldout.seed)
-    try:
+    with closing(WorkProgress(description="text for the tokenizer", total=total, unit="kB", say=say)) as progress:
         train_tokenizer(train, training_texts(sources, heldout, train.max_bytes, progress.update), folder, say)
-    finally:
-        progress.close()
 
 
 def _run(job: Job, pending: Sequence[Task], output: Output, num_workers: int, num_rows: int | None, say: Say) -> None:

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+from trainer.files import write_whole
+from trainer.tokenizer import SPECIAL_IDS
+
 # Code of other repositories that the config came with, and the folder it was read from.
 _FOREIGN = ("auto_map", "_name_or_path", "quantization_config", "torch_dtype")
 
@@ -16,8 +18,8 @@ _COMMON = (
 )
 
 
-def write_config(folder: Path, config: Mapping[str, Any], dtype: str) -> list[Path]:
-    """Write `config.json`; gives its path.
+def write_config(folder: Path, config: Mapping[str, Any], dtype: str) -> None:
+    """Write `config.json`.
 
     Args:
         folder: exists.
@@ -39,13 +41,11 @@ def write_config(folder: Path, config: Mapping[str, Any], dtype: str) -> list[Pa
     values["tie_word_embeddings"] = bool(config.get("tie_word_embeddings"))
     values["dtype"] = dtype
     values["transformers_version"] = __version__
-    return [_write(folder / "config.json", values)]
+    _write(folder / "config.json", values)
 
 
-def write_generation_config(
-    folder: Path, config: Mapping[str, Any], tokenizer_ids: Mapping[str, int | None]
-) -> list[Path]:
-    """Write `generation_config.json`: where generation begins and ends; gives its path.
+def write_generation_config(folder: Path, config: Mapping[str, Any], tokenizer_ids: Mapping[str, int | None]) -> None:
+    """Write `generation_config.json`: where generation begins and ends.
 
     The ids are those of the model's config and, where it has none, the tokenizer's. Generation ends at either's EOS.
 
@@ -57,7 +57,7 @@ def write_generation_config(
     from transformers import __version__
 
     values: dict[str, Any] = {}
-    for key in _SPECIAL_IDS:
+    for key in SPECIAL_IDS:
         own, other = config.get(key), tokenizer_ids.get(key)
         value = other if own is None else own
         if key == "eos_token_id" and own is not None and other is not None:
@@ -65,9 +65,8 @@ def write_generation_config(
             value = ids[0] if len(ids) == 1 else ids
         if value is not None:
             values[key] = value
-    return [_write(folder / "generation_config.json", values | {"transformers_version": __version__})]
+    _write(folder / "generation_config.json", values | {"transformers_version": __version__})
 
 
-def _write(path: Path, values: Mapping[str, Any]) -> Path:
-    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return path
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    write_whole(path, (json.dumps(values, indent=2, sort_keys=True) + "\n").encode())

@@ -3,15 +3,15 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from configs.errors import Fault
 from models.base import CausalLM
 from trainer.text import listed
 from trainer.weights.folder import StoredTensor, WeightFiles
+from trainer.weights.write import DTYPE_NAMES
 
-FILE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FILE_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point}
 """safetensors' names of the dtypes that hold weights as they are; others are quantised."""
 
 # Old exports keep the RoPE table, which is computed.

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.tokenizer import load_tokenizer
+from trainer.files import write_whole
+from trainer.tokenizer import load_tokenizer, special_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,17 +20,12 @@ class TokenizerFiles:
     """Number of its ids, added tokens included."""
 
     special_ids: dict[str, int | None]
-    """bos_token_id, eos_token_id, pad_token_id."""
+    """See trainer.tokenizer.special_ids."""
 
-    def write(self, folder: Path) -> list[Path]:
-        """Write them into `folder`; gives the paths."""
-        paths = []
+    def write(self, folder: Path) -> None:
+        """Write them into `folder`."""
         for name, content in self.files.items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-            paths.append(path)
-        return paths
+            write_whole(folder / name, content)
 
 
 def read_tokenizer(name: str) -> TokenizerFiles:
@@ -46,7 +42,4 @@ def read_tokenizer(name: str) -> TokenizerFiles:
             for path in sorted(Path(folder).rglob("*"))
             if path.is_file()
         }
-    special = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return TokenizerFiles(
-        files=files, length=len(tokenizer), special_ids={key: getattr(tokenizer, key) for key in special}
-    )
+    return TokenizerFiles(files=files, length=len(tokenizer), special_ids=special_ids(tokenizer))

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-INDEX_NAME = "model.safetensors.index.json"
+from trainer.files import write_whole
+from trainer.weights.folder import INDEX_FILE, SINGLE_FILE
 
-_DTYPE_NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -30,6 +31,7 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""What safetensors files call dtypes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class TensorEntry:
 
 def can_write(dtype: torch.dtype) -> bool:
     """Whether the format, as written here, knows the dtype."""
-    return dtype in _DTYPE_NAMES
+    return dtype in DTYPE_NAMES
 
 
 def write_safetensors(
@@ -90,14 +92,10 @@ def write_safetensors(
             os.fsync(file.fileno())
     paths = [folder / name for name in names]
     if len(shards) > 1:
-        paths.append(folder / INDEX_NAME)
+        paths.append(folder / INDEX_FILE)
         weight_map = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
         index = {"metadata": {"total_size": done}, "weight_map": dict(sorted(weight_map.items()))}
-        with paths[-1].open("w", encoding="utf-8") as file:
-            json.dump(index, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
+        write_whole(paths[-1], (json.dumps(index, indent=2) + "\n").encode())
     return paths
 
 
@@ -118,7 +116,7 @@ def plan_shards(entries: Sequence[TensorEntry], max_shard_bytes: int) -> list[li
 def shard_names(count: int) -> list[str]:
     """The names that Hugging Face libraries look for."""
     if count == 1:
-        return ["model.safetensors"]
+        return [SINGLE_FILE]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
@@ -129,7 +127,7 @@ def _header(entries: Sequence[TensorEntry]) -> bytes:
     for entry in entries:
         end = start + entry.num_bytes
         header[entry.name] = {
-            "dtype": _DTYPE_NAMES[entry.dtype],
+            "dtype": DTYPE_NAMES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [start, end],
         }
