@@ -66,6 +66,8 @@ class Checkpointer:
         self._error: BaseException | None = None
         self._committed: set[int] = set()
         """Steps written by this object, since the step it last loaded."""
+        self._first_loaded: int | None = None
+        """Up to here the folder's checkpoints are what the run came from; later ones are its own if it wrote them."""
         self._found: Path | None = None
         """The checkpoint whose content `find` has just checked."""
         self._weights: WeightsFolder | None = None
@@ -150,6 +152,12 @@ class Checkpointer:
 
         Rank 0 alone looks: another node may not see the newest folder of shared storage yet.
 
+        Args:
+            run_dir: the run that wrote it.
+            step: its step; None: the newest whole one.
+            at_most: of this run as it goes on now, up to this step: not what an earlier attempt left ahead of the
+                step that this one was resumed from.
+
         Raises:
             RunError: there is none, or the one asked for is missing or damaged.
         """
@@ -158,6 +166,10 @@ class Checkpointer:
             bound = at_most
             path = self._agree(lambda: self._look(run_dir, step, bound))[0]  # noqa: B023
             assert path is not None, "rank 0 has looked"
+            found = int(path.name.removeprefix("step_"))
+            if at_most is not None and not self._is_own(found):
+                at_most = found - 1
+                continue
             reason = self._wrong_content(path)
             if reason is None:
                 self._found = path
@@ -166,7 +178,7 @@ class Checkpointer:
                 raise RunError(f"checkpoint {path} is damaged: {reason}")
             if self._mesh.rank == 0:
                 logger.warning("checkpoint %s is damaged and passed over: %s", path, reason)
-            at_most = int(path.name.removeprefix("step_")) - 1
+            at_most = found - 1
 
     def load(self, path: Path, tensors: Mapping[str, Tensor], *, ignore: tuple[str, ...] = ()) -> None:
         """Fill `tensors` in place from the checkpoint at `path`, written by any number of ranks.
@@ -203,11 +215,15 @@ class Checkpointer:
         # A run that goes back and comes by these steps again has other weights there.
         step = int(read_manifest(path)["step"])
         self._committed = {saved for saved in self._committed if saved <= step}
+        self._first_loaded = step if self._first_loaded is None else min(self._first_loaded, step)
 
     def close(self) -> None:
         """Free the staging memory. `wait` comes first: only it tells whether the last save succeeded."""
         if self._writer is None:
             self._stager.close()
+
+    def _is_own(self, step: int) -> bool:
+        return self._first_loaded is None or step <= self._first_loaded or step in self._committed
 
     def _saving_config(self) -> CheckpointConfig:
         if self._config is None:

@@ -316,3 +316,25 @@ def test_load_of_a_damaged_one_names_the_reason(make_checkpointer: Any, tensors_
     (path / "state.json").write_text(json.dumps(state))
     with pytest.raises(RunError, match=r"state\.json has format 1; this version reads 2"):
         read_state(path)
+
+
+def test_going_back_meets_no_checkpoint_of_an_earlier_attempt(
+    make_checkpointer: Any, tensors_of: Any, tmp_path: Path
+) -> None:
+    """Resumed from step 2, a run goes back to what it came from or has written since, whatever else lies there."""
+    saver = make_checkpointer(async_save=False)
+    for step in (1, 2, 3, 4):
+        saver.save(step, tensors_of(step), {})
+    folder = tmp_path / "checkpoints"
+    resumed = make_checkpointer(async_save=False)
+    assert resumed.find(tmp_path) == folder / "step_4"
+    resumed.load(resumed.find(tmp_path, step=2), tensors_of(0))
+    assert resumed.find(tmp_path, at_most=3) == folder / "step_2"
+    resumed.save(3, tensors_of(33), {})
+    assert resumed.find(tmp_path, at_most=3) == folder / "step_3"
+    resumed.load(folder / "step_3", tensors_of(0))
+    assert resumed.find(tmp_path, at_most=9) == folder / "step_3"
+    (folder / "step_3" / "state.json").write_text("")
+    assert resumed.find(tmp_path, at_most=9) == folder / "step_2"
+    resumed.load(folder / "step_2", tensors_of(0))
+    assert resumed.find(tmp_path, at_most=1) == folder / "step_1"
