@@ -13,13 +13,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from configs.checkpoint import CheckpointConfig
-from trainer.checkpoint import Checkpointer, find_checkpoint, read_state, tensor_writer
+from trainer.checkpoint import (
+    Checkpointer,
+    ModelRecord,
+    checkpointer,
+    find_checkpoint,
+    read_state,
+    tensor_writer,
+)
 from trainer.errors import RunError
 from trainer.parallel.mesh import Mesh
 
@@ -159,6 +167,42 @@ def check_failures(root: Path, mesh: Mesh, device_mesh: DeviceMesh) -> None:
     assert_equal(other, 3.0)
 
 
+def check_weights(root: Path, mesh: Mesh, device_mesh: DeviceMesh) -> None:
+    """`ckpt.weights` of sharded tensors. Rank 0 gives word in the middle of a long export, so that the other one's
+    collectives do not time out; what fails on it is raised on both."""
+    record = ModelRecord(config={"model_type": "llama"}, tokenizer=None, compute_dtype="float32")
+    config = CheckpointConfig.model_validate({"weights": True, "async_save": False})
+    saver = Checkpointer(root / "weights", config, mesh, record)
+    checkpointer._WORD_SECONDS = 0.0
+    tensors = sharded_tensors(device_mesh, 4.0)
+    words: list[Any] = []
+    agree = checkpointer.agree
+
+    def listen(mesh: Mesh, action: Callable[[], Any]) -> list[Any]:
+        answers = agree(mesh, action)
+        words.append(answers[0])
+        return answers
+
+    checkpointer.agree = listen
+    saver.save(1, tensors, {})
+    assert [word for word in words if isinstance(word, bool)][-len(SHAPES) - 1 :] == [False] * len(SHAPES) + [True]
+    exported = load_file(root / "weights" / "weights" / "step_1" / "model.safetensors")
+    assert sorted(exported) == sorted(SHAPES)
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, whole(name, 4.0)), name
+    checkpointer.agree = agree
+    dist.barrier()
+
+    if mesh.rank == 0:
+        (root / "weights" / "weights" / ".step_2.tmp").write_text("in the way")
+    target = root / "weights" / "weights" / "step_2"
+    assert_fails(
+        lambda: saver.save(2, tensors, {}),
+        f"ckpt.weights of step 2: {target} could not be written: Not a directory: {target.with_name('.step_2.tmp')}; "
+        "its checkpoint is written",
+    )
+
+
 def main(root: Path, rank: int) -> None:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=60)
@@ -173,7 +217,7 @@ def main(root: Path, rank: int) -> None:
         device_mesh=device_mesh,
         host_group=dist.new_group(backend="gloo", timeout=timeout),
     )
-    for check in (check_resharding, check_fsdp, check_failures):
+    for check in (check_resharding, check_fsdp, check_failures, check_weights):
         check(root, mesh, device_mesh)
         dist.barrier()
     dist.destroy_process_group()

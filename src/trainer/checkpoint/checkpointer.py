@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -38,6 +39,9 @@ from trainer.files import make_empty, require_space
 from trainer.parallel.mesh import Mesh
 
 logger = logging.getLogger(__name__)
+
+_WORD_SECONDS = 5.0
+"""Between two words of rank 0 in the middle of an export."""
 
 T = TypeVar("T")
 
@@ -315,11 +319,28 @@ class Checkpointer:
 
     def _write_weights(self, step: int) -> None:
         """Export the committed checkpoint of `step`, on rank 0; the others wait, so that all fail together."""
-        weights, path = self._weights, step_path(self._folder, step)
         try:
-            self._agree(lambda: None if weights is None else weights.write(path))
+            while not self._agree(lambda: self._export(step_path(self._folder, step)))[0]:
+                pass
         except RunError as error:
             raise RunError(f"ckpt.weights of step {step}: {error}; its checkpoint is written") from error
+
+    def _export(self, path: Path) -> bool:
+        """Write the weights of the checkpoint at `path` on rank 0, and say there that they are written. Meanwhile it
+        tells the others that they are not yet: a collective that one rank is late for is given up, and a large model
+        may take longer than that."""
+        if self._weights is None:
+            return False
+        last_word = time.monotonic()
+
+        def tell(num_bytes: int) -> None:
+            nonlocal last_word
+            if time.monotonic() >= last_word + _WORD_SECONDS:
+                self._agree(lambda: False)
+                last_word = time.monotonic()
+
+        self._weights.write(path, tell)
+        return True
 
     def _on_rank_0(self, action: Callable[[], None]) -> Callable[[], None]:
         return action if self._mesh.rank == 0 else lambda: None

@@ -8,6 +8,7 @@ weights/
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from trainer.checkpoint.export import plan_export, write_export
@@ -47,14 +48,18 @@ class WeightsFolder:
         """The weights of `step` are there, whole."""
         return step_path(self._folder, step).is_dir()
 
-    def write(self, checkpoint: Path) -> None:
+    def write(self, checkpoint: Path, on_progress: Callable[[int], None] = lambda num_bytes: None) -> None:
         """Export a committed checkpoint.
+
+        Args:
+            checkpoint: its folder.
+            on_progress: told how many bytes are written, after each tensor.
 
         Raises:
             RunError: it cannot be written; the checkpoint is as it was.
         """
         export = plan_export(checkpoint, None)
-        write_export(export, step_path(self._folder, export.step), self._tokenizer)
+        write_export(export, step_path(self._folder, export.step), self._tokenizer, on_progress=on_progress)
 
 
 def discard_weights(run_dir: Path, step: int) -> None:
