@@ -1,7 +1,6 @@
 """The run directory: its name, who may use it, and how it is laid out for an attempt. See docs/launch.md."""
 
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -19,15 +18,10 @@ from configs.model import is_hub_id
 from configs.sft import SFTConfig
 from trainer.errors import RunError
 from trainer.files import write_whole
+from trainer.locks import try_lock
 from trainer.run import attempt_config, attempt_logs
 
 _LOCK = ".lock"
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-"""What flock says on file systems without locks (Lustre mounted without them, for one)."""
-
-_LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
-"""What flock says when somebody else has the lock; the second over some versions of NFS."""
-
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG)
 """Faults of the place that the config names, not of the moment."""
 
@@ -167,13 +161,9 @@ def share_run_dir(run_dir: Path) -> TextIO:
         RunError: another run has taken it, so this worker's launcher must be dead.
     """
     lock = (run_dir / _LOCK).open("r+")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _LOCKED:
-            raise RunError(f"{run_dir} was taken by another run ({error})") from error
-        if error.errno not in _NO_LOCKS:
-            raise
+    if try_lock(lock, shared=True) is False:
+        lock.close()
+        raise RunError(f"{run_dir} was taken by another run")
     return lock
 
 
@@ -186,10 +176,10 @@ def is_in_use(run_dir: Path) -> bool | None:
         return False if error.errno == errno.ENOENT else None
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            return True if error.errno in _LOCKED else None
-    return False
+            is_free = try_lock(lock)
+        except OSError:
+            return None
+    return None if is_free is None else not is_free
 
 
 def _lock(run_dir: Path, say: Callable[[str], None]) -> TextIO:
@@ -201,19 +191,21 @@ def _lock(run_dir: Path, say: Callable[[str], None]) -> TextIO:
     # Emptied below: a link put there by another user must not lead to a file of ours.
     lock = os.fdopen(os.open(run_dir / _LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_ours = try_lock(lock)
+        if is_ours is False:
+            raise _in_use(run_dir)
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         lock.flush()
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            with suppress(OSError):  # the disk may be full, and closing tries to write once more
-                lock.close()
-            if error.errno in _LOCKED:
-                raise _in_use(run_dir) from error
-            raise
-        say(f"{run_dir} lies on a file system without locks: nothing keeps a second run from using it at the same time")
+        if is_ours is None:
+            text = "lies on a file system without locks: nothing keeps a second run from using it at the same time"
+            say(f"{run_dir} {text}")
+        else:
+            try_lock(lock, shared=True)
+    except BaseException:
+        with suppress(OSError):  # the disk may be full, and closing tries to write once more
+            lock.close()
+        raise
     return lock
 
 
@@ -222,13 +214,8 @@ def _refuse_living_run(run_dir: Path) -> None:
     if not path.exists():
         return
     with path.open("r+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _LOCKED:
-                raise _in_use(run_dir) from error
-            if error.errno not in _NO_LOCKS:
-                raise
+        if try_lock(lock) is False:
+            raise _in_use(run_dir)
 
 
 def _in_use(run_dir: Path) -> ConfigError:

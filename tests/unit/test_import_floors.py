@@ -37,7 +37,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainer.parallel",),
     # what knows one rank only
     ("trainer.data", "trainer.monitors", "trainer.logs", "trainer.tokenizer", "trainer.run_dir"),
-    ("trainer.progress", "trainer.perf", "trainer.run", "trainer.files"),
+    ("trainer.progress", "trainer.perf", "trainer.run", "trainer.files", "trainer.locks"),
     ("trainer.text", "trainer.errors"),
     # networks
     ("models.registry", "models.init"),
