@@ -200,8 +200,8 @@ def _lock(run_dir: Path, say: Callable[[str], None]) -> TextIO:
         if is_ours is None:
             text = "lies on a file system without locks: nothing keeps a second run from using it at the same time"
             say(f"{run_dir} {text}")
-        else:
-            try_lock(lock, shared=True)
+        elif try_lock(lock, shared=True) is False:  # the change is not atomic
+            raise _in_use(run_dir)
     except BaseException:
         with suppress(OSError):  # the disk may be full, and closing tries to write once more
             lock.close()
