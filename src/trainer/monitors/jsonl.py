@@ -14,9 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+import orjson
+
 from trainer.errors import RunError
 
 logger = logging.getLogger(__name__)
+
+_MAX_STEP = 2**53
 
 
 class JsonlMonitor:
@@ -56,7 +60,7 @@ class JsonlMonitor:
         try:
             with self._path.open("rb") as old, shorter.open("wb") as new:
                 for number, line in enumerate(old, start=1):
-                    record = _record(line)
+                    record = _whole_record(line)
                     if record is None:
                         logger.warning("%s: line %d is no whole record, dropped", self._path, number)
                         continue
@@ -89,12 +93,26 @@ def _json_value(value: float | int | str) -> float | int | str | None:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    """A record with its step; None if the line is torn."""
+def _whole_record(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        return parse_record(line)
+    except ValueError:
         return None
-    return record if isinstance(record, dict) and type(record.get("step")) is int else None
+
+
+def parse_record(line: bytes) -> dict[str, Any]:
+    """A line of the file; `step` is there and a whole number.
+
+    Raises:
+        ValueError: it is no record; the message says why.
+    """
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"is damaged: {error.msg} (column {error.colno})") from error
+    step = record.get("step") if isinstance(record, dict) else None
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MAX_STEP:
+        raise ValueError('is no record of metrics: it has no whole number as "step"')
+    return record

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import orjson
 
 from configs.errors import ConfigError
 from configs.reports import RUN_CONFIG
-
-_MAX_STEP = 2**53
+from trainer.monitors.jsonl import parse_record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,20 +115,13 @@ class MetricsFile:
         for line in file:
             if not line.endswith(b"\n"):
                 break
-            self._add(self._record(line, self._lines + 1))
+            try:
+                record = parse_record(line)
+            except ValueError as error:
+                raise ConfigError.one("runs", f"{self.path}, line {self._lines + 1} {error}") from error
+            self._add(record)
             self._lines += 1
             self._offset += len(line)
-
-    def _record(self, line: bytes, number: int) -> dict[str, Any]:
-        where = f"{self.path}, line {number}"
-        try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise ConfigError.one("runs", f"{where} is damaged: {error.msg} (column {error.colno})") from error
-        step = record.get("step") if isinstance(record, dict) else None
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MAX_STEP:
-            raise ConfigError.one("runs", f'{where} is no record of metrics: it has no whole number as "step"')
-        return record
 
     def _add(self, record: dict[str, Any]) -> None:
         step = record.pop("step")
