@@ -182,7 +182,8 @@ def preflight(config: SFTConfig, *, run_dir: Path, world_size: int, say: Callabl
         )
     with _collecting(faults):
         if config.resume is not None:
-            found = find_checkpoint(config.resume.dir or run_dir, config.resume.step, say)
+            other = config.resume.dir  # may be alive
+            found = find_checkpoint(other or run_dir, config.resume.step, say, repair=other is None)
             say(f"resume: from {found}")
             for change in _model_changes(config, found, inputs):
                 say(change)

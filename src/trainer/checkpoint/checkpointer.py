@@ -258,7 +258,8 @@ class Checkpointer:
         if self._mesh.rank != 0:
             return None
         try:
-            return find_checkpoint(run_dir, step, logger.warning, at_most=at_most)
+            # Another run may be alive.
+            return find_checkpoint(run_dir, step, logger.warning, at_most=at_most, repair=run_dir == self._run_dir)
         except ConfigError as error:
             raise RunError(error.faults[0].message) from error
 

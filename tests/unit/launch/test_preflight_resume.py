@@ -14,6 +14,7 @@ from models.registry import build_model
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint.manifest import file_records, read_manifest, write_manifest
 from trainer.data.loader import RowLoader
+from trainer.errors import RunError
 from trainer.parallel.mesh import one_rank_mesh
 from trainer.preflight import preflight, prepare
 from trainer.state import STATE_KEYS, model_record
@@ -65,6 +66,24 @@ def test_resume_that_fits(run_dir: Path) -> None:
     preflight(_config(), run_dir=run_dir, world_size=1, say=said.append)
     assert said == [f"resume: from {run_dir}/checkpoints/step_6"]
     preflight(_config(max_steps=6), run_dir=run_dir, world_size=1, say=said.append)
+
+
+@pytest.mark.parametrize("fork", [True, False])
+def test_only_the_own_folder_is_repaired(run_dir: Path, tmp_path: Path, fork: bool) -> None:
+    """The run that is forked may be alive, and between the two renames with which it replaces a checkpoint."""
+    run = tmp_path / "one"
+    shutil.copytree(run_dir, run)
+    folder = run / "checkpoints"
+    (folder / "step_6").rename(folder / ".step_6.old")
+    config = _config(resume={"dir": str(run)} if fork else {})
+    if fork:
+        assert [key for key, _ in _faults(config, tmp_path / "two")] == ["resume"]
+        own = Checkpointer(tmp_path / "two", CheckpointConfig(), one_rank_mesh(torch.device("cpu")))
+        with pytest.raises(RunError, match="there is no checkpoint in "):
+            own.find(run)
+    else:
+        preflight(config, run_dir=run, world_size=1, say=lambda text: None)
+    assert [path.name for path in folder.iterdir()] == [".step_6.old" if fork else "step_6"]
 
 
 def test_run_shorter_than_its_checkpoint(run_dir: Path) -> None:
