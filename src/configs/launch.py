@@ -1,8 +1,13 @@
 """`[run]` and `[deployment]`: where a run lies and which processes it gets."""
 
+from pathlib import Path
+
 from pydantic import Field
 
 from configs.base import BaseConfig
+
+RUN_CONFIG = Path("configs") / "sft.json"
+"""The resolved config of a run, relative to its directory: what makes a folder one."""
 
 
 class RunConfig(BaseConfig):

@@ -8,9 +8,7 @@ from pydantic import Field
 
 from configs.base import BaseConfig
 from configs.errors import Fault
-
-RUN_CONFIG = Path("configs") / "sft.json"
-"""What makes a folder a run directory, relative to it."""
+from configs.launch import RUN_CONFIG
 
 _SHOWN_RUNS = 5
 

@@ -14,6 +14,7 @@ from typing import TextIO
 
 from configs.data import TokensDataConfig
 from configs.errors import ConfigError
+from configs.launch import RUN_CONFIG
 from configs.model import is_hub_id
 from configs.sft import SFTConfig
 from trainer.errors import RunError
@@ -83,7 +84,7 @@ def _refuse_unwritable(run_dir: Path, place: Path) -> None:
     """Ask the kernel, which knows rights, read-only mounts and immutable folders; `place` is what exists of run_dir."""
     written = [place]
     if place == run_dir:
-        names = (_LOCK, "configs", "configs/sft.json", "logs", "checkpoints", "metrics.jsonl")
+        names = (_LOCK, "configs", RUN_CONFIG, "logs", "checkpoints", "metrics.jsonl")
         written += [path for name in names if (path := run_dir / name).exists()]
     for path in written:
         if not os.access(path, os.W_OK | (os.X_OK if path.is_dir() else 0)):
@@ -121,7 +122,7 @@ def open_run_dir(config: SFTConfig, say: Callable[[str], None]) -> Attempt:
             attempt_logs(run_dir, number).mkdir(parents=True)
             _replace_link(run_dir / "logs" / "latest", attempt_logs(run_dir, number).name)
             write_config(config, attempt_config(run_dir, number))
-            write_config(config, run_dir / "configs" / "sft.json")
+            write_config(config, run_dir / RUN_CONFIG)
         except BaseException:
             lock.close()
             raise
@@ -248,8 +249,8 @@ def _refuse_cleaning(output_dir: Path, run_dir: Path) -> None:
     """Only a folder that is ours, and itself below output_dir (not through a link), is ever deleted."""
     if run_dir.resolve() != output_dir.resolve() / run_dir.name:
         raise ConfigError.one("clean", f"{run_dir} is a link to {run_dir.resolve()}: not deleted")
-    if not (run_dir / "configs" / "sft.json").is_file():
-        raise ConfigError.one("clean", f"{run_dir} holds no configs/sft.json, so it is not a run of ours: not deleted")
+    if not (run_dir / RUN_CONFIG).is_file():
+        raise ConfigError.one("clean", f"{run_dir} holds no {RUN_CONFIG}, so it is not a run of ours: not deleted")
 
 
 def _is_used(run_dir: Path) -> bool:

@@ -34,8 +34,6 @@ def refuse_unsupported(config: PretrainedConfig, *, seq_len: int, attn: str, hea
         raise ArchError("pretraining_tp", f"only 1 is implemented, not {config.pretraining_tp}")
     if config.chunk_size_feed_forward:
         raise ArchError("chunk_size_feed_forward", f"only 0 is implemented, not {config.chunk_size_feed_forward}")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ArchError("quantization_config", "quantised weights are not implemented: use the unquantised model")
     _check_windows(config, seq_len)
     match attn:
         case "sdpa":

@@ -30,7 +30,10 @@ class TokenText:
             self._added = {id_: token.content for id_, token in added.items()}
             self._special = frozenset(tokenizer.all_special_ids) | {id_ for id_, t in added.items() if t.special}
             kinds = _decoder_types(tokenizer)
-            self._alphabet = _byte_alphabet() if "ByteLevel" in kinds else None
+            if "ByteLevel" in kinds:
+                from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+                self._alphabet = {letter: byte for byte, letter in bytes_to_unicode().items()}
             # Pieces of SentencePiece vocabularies are spelled as text, with marks for spaces.
             self._spelled = bool(kinds & {"Metaspace", "ByteFallback"})
         self._bytes = lru_cache(1 << 18)(self._make_bytes)
@@ -86,11 +89,3 @@ def _decoder_types(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
     decoder: dict[str, Any] = json.loads(backend.to_str())["decoder"] or {"type": "none"}
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     return {part["type"] for part in parts}
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Byte of each letter in which byte-level vocabularies are spelled (GPT-2): printable Latin-1 stands for itself,
-    the other bytes follow from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}

@@ -167,8 +167,8 @@ def _compared(comparison: Comparison) -> list[str]:
 def _held_out(held_out: list[HeldOut]) -> list[str]:
     """The last value of each held-out metric; the step beside it where it is not the same in all of the table."""
     steps = {last[0] for row in held_out for last in (row.a, row.b) if last is not None}
-    heading = f"held-out, step {steps.pop()}" if len(steps) == 1 else "held-out, at the last step with a value"
-    with_step = len({last[0] for row in held_out for last in (row.a, row.b) if last is not None}) > 1
+    with_step = len(steps) > 1
+    heading = "held-out, at the last step with a value" if with_step else f"held-out, step {steps.pop()}"
     rows = [[heading, "A", "B", "B - A"]]
     for row in held_out:
         change = f"{row.b[1] - row.a[1]:+.3g}" if row.a is not None and row.b is not None else ""

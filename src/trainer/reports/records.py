@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from configs.errors import ConfigError
-from configs.reports import RUN_CONFIG
+from configs.launch import RUN_CONFIG
 from trainer.monitors.jsonl import parse_record
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from configs.launch import RUN_CONFIG
 from trainer.reports.records import Column, MetricsFile, planned_steps, read_config, run_labels
 from trainer.run_dir import is_in_use
 
@@ -103,7 +104,7 @@ class FollowedRuns:
         # Asked before reading: a run that ends in between would otherwise be called ended without its last records.
         in_use = is_in_use(run_dir)
         file.update()
-        if in_use is not False and (run_dir / "configs" / "sft.json").is_file():
+        if in_use is not False and (run_dir / RUN_CONFIG).is_file():
             # A resumed run may have another one; while `--clean` empties the folder there is none.
             self._configs[number] = read_config(run_dir)
         config = self._configs[number]

@@ -119,21 +119,23 @@ def _steps(run: PlottedRun) -> str:
     return f"{run.last_step:,}" if run.planned is None else f"{run.last_step:,} / {run.planned:,}"
 
 
-def _last(run: PlottedRun, name: str, form: Callable[[float], str]) -> str:
+def _finite(run: PlottedRun, name: str) -> np.ndarray:
     values = run.metrics.column(name).values
-    values = values[np.isfinite(values)]
+    return values[np.isfinite(values)]
+
+
+def _last(run: PlottedRun, name: str, form: Callable[[float], str]) -> str:
+    values = _finite(run, name)
     return form(float(values[-1])) if len(values) else ""
 
 
 def _median(run: PlottedRun, name: str, form: Callable[[float], str]) -> str:
-    values = run.metrics.column(name).values
-    values = values[np.isfinite(values)]
+    values = _finite(run, name)
     return form(float(np.median(values))) if len(values) else ""
 
 
 def _smooth_loss(run: PlottedRun) -> str:
-    values = run.metrics.column("loss/mean").values
-    values = values[np.isfinite(values)]
+    values = _finite(run, "loss/mean")
     # What lies further back than ten spans weighs nothing.
     span = smooth_span(len(values))
     return f"{smooth(values[-int(10 * span) :], span)[-1]:.4f}" if len(values) else ""
