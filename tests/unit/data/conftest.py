@@ -30,6 +30,20 @@ def _write_shard(
     return path
 
 
+def _write_holes(folder: Path, *, shards: int, tokens: int, documents: int) -> Path:
+    """Sparse shards of this many tokens and documents each, which take no disk: all zeros but the last document end."""
+    for number in range(shards):
+        path = folder / f"{number:05d}.ds"
+        with path.open("wb") as file:
+            file.truncate(2 * tokens)
+        with Path(f"{path}.index").open("wb") as file:
+            file.truncate(8 * documents)
+            file.seek(8 * (documents - 1))
+            file.write(tokens.to_bytes(8, "little"))
+        Path(f"{path}.metadata").write_text(f"tiny|2\n{tokens}\n1 TT")
+    return folder
+
+
 def _make_source(paths: list[Path], seq_len: int, **options: object) -> TokensSource:
     settings = {"vocab_size": 1 << 32, "seed": 0, "shuffle": True, "document_masking": True, "tokenizer": {}} | options
     return TokensSource(TokenPool(paths), seq_len=seq_len, **settings)  # type: ignore[arg-type]
@@ -46,6 +60,12 @@ def _read_rows(source: RowSource, epoch: int, indices: Sequence[int] | None = No
 def write_shard() -> Callable[..., Path]:
     """write_shard(path, documents, width=2, loss=None, tokenizer="tiny")"""
     return _write_shard
+
+
+@pytest.fixture(scope="session")
+def write_holes() -> Callable[..., Path]:
+    """write_holes(folder, shards=, tokens=, documents=): gives the folder"""
+    return _write_holes
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,19 +40,9 @@ print(json.dumps({
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> Path:
+def pool(tmp_path: Path, write_holes: Callable[..., Path]) -> Path:
     """200 shards of 5 * 10^9 tokens and 5 * 10^6 documents: 2 TB of holes."""
-    tokens, documents = 5 * 10**9, 5 * 10**6
-    for number in range(200):
-        path = tmp_path / f"{number:05d}.ds"
-        with path.open("wb") as file:
-            file.truncate(2 * tokens)
-        with Path(f"{path}.index").open("wb") as file:
-            file.truncate(8 * documents)
-            file.seek(8 * (documents - 1))
-            file.write(tokens.to_bytes(8, "little"))
-        Path(f"{path}.metadata").write_text(f"tiny|2\n{tokens}\n")
-    return tmp_path
+    return write_holes(tmp_path, shards=200, tokens=5 * 10**9, documents=5 * 10**6)
 
 
 def test_a_pool_of_a_trillion_tokens_opens_in_a_second_and_200_megabytes(pool: Path) -> None:

@@ -144,19 +144,10 @@ def test_open_files_stay_few(tmp_path: Path, write_shard: WriteShard, monkeypatc
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + 4 * 2
 
 
-def test_a_pool_of_ten_trillion_tokens_opens_at_once(tmp_path: Path) -> None:
+def test_a_pool_of_ten_trillion_tokens_opens_at_once(tmp_path: Path, write_holes: Callable[..., Path]) -> None:
     """Sparse files: nothing of the size is read. The index alone would be 80 GB."""
     documents, tokens = 10**9, 10**12
-    for number in range(10):
-        path = tmp_path / f"{number:05d}.ds"
-        with path.open("wb") as file:
-            file.truncate(2 * tokens)
-        with Path(f"{path}.index").open("wb") as file:
-            file.truncate(8 * documents)
-            file.seek(8 * (documents - 1))
-            file.write(tokens.to_bytes(8, "little"))
-        Path(f"{path}.metadata").write_text(f"tiny|2\n{tokens}\n1 TT")
-    pool = TokenPool([tmp_path])
+    pool = TokenPool([write_holes(tmp_path, shards=10, tokens=tokens, documents=documents)])
     pool.check_tokenizer(0, "tiny")
     assert pool.num_tokens == 10**13
     assert pool.num_documents == 10**10
