@@ -1,18 +1,12 @@
 """`export-hf`: a checkpoint as a Hugging Face folder. See docs/checkpoints.md."""
 
 import sys
-from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from configs.errors import ConfigError, Fault
 from trainer.command import run_command, say
-from trainer.progress import WorkProgress
 
 if TYPE_CHECKING:
     from configs.export import ExportConfig
-    from trainer.checkpoint.export import Export
-    from trainer.weights.tokenizer_files import TokenizerFiles
 
 
 def main() -> None:
@@ -36,107 +30,8 @@ def _config_class() -> type["ExportConfig"]:
 
 
 def _start(config: "ExportConfig") -> int:
-    # torch takes a second to import, and a fault of the command line should show before that.
-    from trainer.checkpoint.export import check_content, plan_export, write_export
+    # Imports torch, which takes a second.
+    from trainer.export.work import export
 
-    path = _find(config)
-    target = _target(config, path)
-    try:
-        _check_target(target, clean=config.clean)
-    except OSError as error:
-        raise ConfigError.one("output_dir", f"{target} cannot be used: {error.strerror}") from error
-    export = plan_export(path, config.dtype)
-    tokenizer = _tokenizer(config, export)
-    say(f"export: {path}, {export.num_params:,} parameters, {export.num_bytes:,} bytes in {export.dtype}")
-    check_content(export)
-    with closing(WorkProgress(description="export", total=export.num_bytes, unit="MB", say=say)) as progress:
-        write_export(export, target, tokenizer, max_shard_bytes=config.max_shard_bytes, on_progress=progress.update)
-    if tokenizer is None:
-        say("the run had no tokenizer, so none is written; --tokenizer.name adds one")
-    say(f"written: {target}")
+    export(config, say)
     return 0
-
-
-def _find(config: "ExportConfig") -> Path:
-    """The checkpoint that the command line names.
-
-    Raises:
-        ConfigError: there is none, or it is damaged.
-    """
-    from trainer.checkpoint import find_checkpoint
-    from trainer.checkpoint.folder import FOLDER_NAME
-    from trainer.checkpoint.manifest import STATE_NAME, STEP_NAME
-
-    given = config.checkpoint
-    if (given / STATE_NAME).exists() or STEP_NAME.fullmatch(given.resolve().name):
-        if config.step is not None:
-            raise ConfigError.one("step", f"{given} is a checkpoint already; give --step with a run directory")
-        return given
-    run_dir = given.resolve().parent if given.resolve().name == FOLDER_NAME else given
-    if not (run_dir / FOLDER_NAME).is_dir():
-        message = f"{given} is neither a checkpoint (it has no {STATE_NAME}) nor a run with a folder {FOLDER_NAME}"
-        raise ConfigError.one("checkpoint", message)
-    try:
-        # The run may be alive.
-        return find_checkpoint(run_dir, config.step, say, repair=False)
-    except ConfigError as error:
-        faults = [Fault(key="checkpoint" if config.step is None else "step", message=f.message) for f in error.faults]
-        raise ConfigError(faults) from error
-
-
-def _target(config: "ExportConfig", path: Path) -> Path:
-    from trainer.checkpoint.folder import FOLDER_NAME
-
-    if config.output_dir is not None:
-        return config.output_dir
-    place = path.absolute()
-    if place.parent.name != FOLDER_NAME:
-        message = f"is needed: {path} lies in no run directory, where exports go by default"
-        raise ConfigError.one("output_dir", message)
-    # As it was given: messages and the log should name the folder as the user does.
-    return path.parent.parent / "exports" / path.name
-
-
-def _check_target(target: Path, *, clean: bool) -> None:
-    """Only an empty folder may be written into, or with `clean` one that this command made.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    from trainer.checkpoint.export import MARK_NAME
-
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise ConfigError.one("output_dir", f"{target} is {'a link' if target.is_symlink() else 'not a folder'}")
-    if target.name in ("", ".."):
-        raise ConfigError.one("output_dir", f"{target} names no folder of its own")
-    if not target.exists() or not any(target.iterdir()):
-        return
-    if not clean:
-        raise ConfigError.one("output_dir", f"{target} is not empty: give another, or --clean to replace it")
-    if not (target / MARK_NAME).is_file():
-        raise ConfigError.one("clean", f"{target} holds no {MARK_NAME}, so it is not an export of ours: not replaced")
-
-
-def _tokenizer(config: "ExportConfig", export: "Export") -> "TokenizerFiles | None":
-    """The tokenizer asked for, or else the run's.
-
-    Raises:
-        ConfigError: it cannot be read, or has more ids than the model.
-    """
-    from trainer.weights.tokenizer_files import read_tokenizer
-
-    name = config.tokenizer.name or export.record.tokenizer
-    if name is None:
-        return None
-    try:
-        tokenizer = read_tokenizer(name)
-    except ConfigError as error:
-        if config.tokenizer.name is not None:
-            raise
-        message = f"{error.faults[0].message} (it is that of the run; --tokenizer.name says where it lies now)"
-        raise ConfigError.one("tokenizer.name", message) from error
-    vocab_size = export.record.config.get("vocab_size")
-    if isinstance(vocab_size, int) and tokenizer.length > vocab_size:
-        message = f"{name} has {tokenizer.length} ids, the model only {vocab_size}: it is another model's"
-        raise ConfigError.one("tokenizer.name", message)
-    return tokenizer
