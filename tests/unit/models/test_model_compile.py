@@ -149,6 +149,20 @@ def test_varlen_graph_serves_every_batch(recompute, varlen_on_cpu, make_model, m
     assert len({borders for borders, _ in varlen_on_cpu}) >= 3 and len({longest for _, longest in varlen_on_cpu}) >= 3
 
 
+@pytest.mark.usefixtures("_capture_only")
+def test_layers_without_rope_share_a_graph_of_their_own(varlen_on_cpu, make_model, make_batch) -> None:
+    """smollm3 with biases: two kinds of layers, two graphs, however many layers; packed rows through varlen."""
+    arch = {"num_hidden_layers": 6, "no_rope_layers": [1, 0, 0, 1, 1, 0], "attention_bias": True, "head_dim": 16}
+    model, plain = make_model("smollm3", **arch), make_model("smollm3", **arch)
+    model.model.attn = "varlen"
+    model.compile_blocks("default", fullgraph=True)
+    for rows in ([[9, 11], [20]], [[3, 4, 13], [19, 1]]):
+        batch = make_batch(rows)
+        _assert_same(_gradients(model, batch), _gradients(plain, batch))
+    assert counters["stats"]["unique_graphs"] == 2
+    assert len(varlen_on_cpu) == 2 * 6
+
+
 def test_varlen_attention_isolates_documents(varlen_on_cpu, make_model, make_batch) -> None:
     """Field case R04, as far as a stand-in kernel can show it: borders and causality reach the kernel."""
     model = make_model(head_dim=16)
