@@ -101,6 +101,8 @@ class TokenizeConfig(BaseConfig):
     """Delete what an earlier `tokenize` made in output_dir, and start anew."""
 
     def table_faults(self) -> list[Fault]:
+        if "" in self.inputs:
+            return [Fault(key="inputs", message="one of them is empty; for the current folder write .")]
         if (self.tokenizer.name is None) == (self.tokenizer.train is None):
             given = "neither is" if self.tokenizer.name is None else "both are"
             message = f"needs one of tokenizer.name and tokenizer.train.vocab_size; {given} given"

@@ -118,8 +118,11 @@ def _fits(member: Any, value: Any) -> bool:
         return _is_int(value)
     if member is float:
         return isinstance(value, float) or _is_int(value)
-    if member in (str, Path):
+    if member is str:
         return isinstance(value, str)
+    if member is Path:
+        # An empty one would be the current folder: what a script gives whose variable is not set.
+        return isinstance(value, str) and value != ""
     if member is dict or origin is dict:
         return isinstance(value, dict) and not misfits_json(value)
     if origin is list:

@@ -4,11 +4,11 @@ Everything is made in `.partial` and moved into place at the end, so `train` and
 they are there. `tokenize.json` says what was made; it is the last to come and the last to go.
 """
 
-import fcntl
 import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from configs.errors import ConfigError
 from trainer.data.shards import UNFINISHED
 from trainer.errors import RunError
 from trainer.files import write_whole
+from trainer.locks import try_lock
 
 FOLDERS = ("tokenizer", "heldout", "train")
 """In the order in which they come into place."""
@@ -45,6 +46,11 @@ class Output:
         """All the work is done and only has to be moved into place."""
         return (self.partial / RECORD).exists()
 
+    @property
+    def has_results(self) -> bool:
+        """There is more than tasks that did not end: a trained tokenizer, a finished task, or all in place already."""
+        return self.is_complete or (self.partial / "tokenizer").exists() or any((self.partial / "done").glob("*.json"))
+
     def finish(self, record: dict[str, Any]) -> None:
         """Move the finished work into place; `record` becomes tokenize.json. Goes on where an earlier call was killed.
 
@@ -59,27 +65,33 @@ class Output:
                     (self.partial / name).rename(self.folder / name)
         except OSError as error:
             raise RunError(f"{self.folder} cannot be finished: {error}") from error
-        self._remove_work()
+        self.remove_work()
+        self.remove_lock()
+
+    def remove_lock(self) -> None:
+        """Leave no `.partial` behind, unless there is more in it than the lock."""
         with suppress(OSError):
+            (self.partial / _LOCK).unlink()
             self.partial.rmdir()
 
     def close(self) -> None:
         os.close(self.lock)
 
-    def _remove_work(self) -> None:
-        """Delete what this module and the tasks write in `.partial`; the lock at the very end."""
+    def remove_work(self) -> None:
+        """Delete what this module and the tasks write in `.partial`, but for the lock."""
         for name in _WORK_FOLDERS:
             shutil.rmtree(self.partial / name, ignore_errors=True)
-        for name in (*_WORK_FILES, *(f"{name}.new" for name in _WORK_FILES), _LOCK):
+        for name in (*_WORK_FILES, *(f"{name}.new" for name in _WORK_FILES)):
             (self.partial / name).unlink(missing_ok=True)
 
 
-def open_output(folder: Path, plan: dict[str, Any], *, clean: bool) -> tuple[Output, bool]:
+def open_output(folder: Path, plan: dict[str, Any], *, clean: bool, say: Callable[[str], None]) -> tuple[Output, bool]:
     """Lock the output folder and make it ready for this plan: a new one, or to go on with unfinished work.
 
     Args:
         plan: all that decides what is written, as flat JSON values by key.
         clean: delete what an earlier command made first.
+        say: told that the file system has no locks.
 
     Returns:
         the output, and whether there is unfinished work to go on with.
@@ -87,14 +99,17 @@ def open_output(folder: Path, plan: dict[str, Any], *, clean: bool) -> tuple[Out
     Raises:
         ConfigError: it is finished, belongs to a running command or to other settings, or cannot be written.
     """
-    if (folder / RECORD).exists() and not clean:
-        message = f"{folder} holds the finished work of an earlier tokenize; --clean deletes it, or choose another one"
-        raise ConfigError.one(_KEY, message)
+    if not clean:
+        _refuse_finished(folder)
     try:
-        output = _lock(folder)
+        output = _lock(folder, say)
         try:
             if clean:
                 _clean(output)
+            elif (folder / RECORD).exists():
+                # The command that had the lock has finished meanwhile.
+                output.remove_lock()
+                _refuse_finished(folder)
             return output, _begin(output, plan)
         except BaseException:
             output.close()
@@ -103,21 +118,36 @@ def open_output(folder: Path, plan: dict[str, Any], *, clean: bool) -> tuple[Out
         raise ConfigError.one(_KEY, f"{error.filename or folder} cannot be written ({error.strerror})") from error
 
 
-def _lock(folder: Path) -> Output:
-    partial = folder / UNFINISHED
-    partial.mkdir(parents=True, exist_ok=True)
-    handle = os.open(partial / _LOCK, os.O_CREAT | os.O_RDWR)
+def _lock(folder: Path, say: Callable[[str], None]) -> Output:
+    path = folder / UNFINISHED / _LOCK
     end = time.monotonic() + _LOCK_SECONDS
     while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_CREAT | os.O_RDWR)
+        is_ours = try_lock(handle)
+        if is_ours is None:
+            say(f"{folder} lies on a file system without locks: nothing keeps a second tokenize from writing there too")
+        if is_ours is None or (is_ours and _is_at(handle, path)):
             return Output(folder, handle)
-        except BlockingIOError:
-            if time.monotonic() > end:
-                os.close(handle)
-                message = f"another tokenize is at work in {folder}; wait for it or choose another one"
-                raise ConfigError.one(_KEY, message) from None
-            time.sleep(0.1)
+        os.close(handle)
+        if time.monotonic() > end:
+            message = f"another tokenize is at work in {folder}; wait for it or choose another one"
+            raise ConfigError.one(_KEY, message)
+        time.sleep(0.1)
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """The open file is the one at `path`: a command that finishes deletes its lock, and a deleted one locks nothing."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _refuse_finished(folder: Path) -> None:
+    if (folder / RECORD).exists():
+        message = f"{folder} holds the finished work of an earlier tokenize; --clean deletes it, or choose another one"
+        raise ConfigError.one(_KEY, message)
 
 
 def _begin(output: Output, plan: dict[str, Any]) -> bool:
@@ -125,9 +155,7 @@ def _begin(output: Output, plan: dict[str, Any]) -> bool:
     if not plan_file.exists():
         taken = [str(output.folder / name) for name in FOLDERS if (output.folder / name).exists()]
         if taken:
-            with suppress(OSError):
-                (output.partial / _LOCK).unlink()
-                output.partial.rmdir()
+            output.remove_lock()
             message = f"{', '.join(taken)} exists already and is not of an earlier tokenize; choose another output_dir"
             raise ConfigError.one(_KEY, message)
         write_whole(plan_file, json.dumps(plan, indent=1).encode())
@@ -141,6 +169,11 @@ def _begin(output: Output, plan: dict[str, Any]) -> bool:
         for key in dict.fromkeys([*earlier, *plan])
         if earlier.get(key) != plan.get(key)
     ]
+    if changed and not output.has_results:
+        # Nothing would be lost: whoever got the first command line wrong should not have to ask for a deletion.
+        output.remove_work()
+        write_whole(plan_file, json.dumps(plan, indent=1).encode())
+        return False
     if changed:
         message = (
             f"{output.folder} holds unfinished work with other settings: {'; '.join(changed[:8])}. Give the same "

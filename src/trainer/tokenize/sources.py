@@ -131,7 +131,8 @@ def _files_of(path: Path) -> list[Path]:
             raise ConfigError.one("inputs", f"{path}: only files that end with {known} can be read")
         return [path]
     if not path.is_dir():
-        raise ConfigError.one("inputs", f"{path} does not exist")
+        what = "is neither a file nor a folder: write the text to a file first" if path.exists() else "does not exist"
+        raise ConfigError.one("inputs", f"{path} {what}")
     found = sorted(_walk(path))
     files = [file for file in found if _format_of(file.name) is not None]
     if not files:

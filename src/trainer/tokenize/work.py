@@ -44,7 +44,8 @@ def tokenize(config: TokenizeConfig, files: list[SourceFile], hub: HubDataset | 
     num_rows = _check_hub(hub, config.num_tasks) if hub is not None else None
     tasks = split_tasks(files, hub, config.num_tasks)
     encoder = build_encoder(config.tokenizer.name) if config.tokenizer.name is not None else None
-    output, goes_on = open_output(config.output_dir, _plan(config, files, hub, len(tasks), encoder), clean=config.clean)
+    plan = _plan(config, files, hub, len(tasks), encoder)
+    output, goes_on = open_output(config.output_dir, plan, clean=config.clean, say=say)
     try:
         if encoder is None:
             assert config.tokenizer.train is not None
@@ -94,7 +95,7 @@ def _plan(
     plan |= flatten(config.model_dump(mode="json", exclude=_NOT_IN_PLAN))
     if encoder is not None:
         plan["tokenizer (contents)"] = encoder.digest
-    plan |= {f"{file.path} (size, time)": [file.size, file.mtime_ns] for file in files}
+    plan |= {f"input {file.path}": f"{file.size} bytes (time {file.mtime_ns})" for file in files}
     return plan if hub is not None else {key: value for key, value in plan.items() if key not in _HUB_FIELDS}
 
 

@@ -88,6 +88,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest_name(flag: str, line: str):
         ),
         ('optim = "None"', "optim (b.toml): expected a table, got None"),
         ("data = 3", "data (b.toml): expected a table, got 3"),
+        ('output_dir = ""', 'output_dir (b.toml): expected a path, got ""'),
         ("[data]\ntype = 3", 'data.type (b.toml): expected "tokens" or "fake", got 3'),
         ("[data]\ntype = []", 'data.type (b.toml): expected "tokens" or "fake", got []'),
         (

@@ -3,6 +3,7 @@
 import errno
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,7 @@ def test_inputs_that_cannot_be(tokenize: Any, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(GOOD)
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl.zst").write_bytes(GOOD)
+    os.mkfifo(tmp_path / "pipe")
     cases = [
         ([tmp_path / "empty"], f"inputs (flag --inputs): the folder {tmp_path / 'empty'} holds no file that ends with"),
         ([tmp_path / "others"], "it holds others, a.csv for one"),
@@ -114,6 +116,8 @@ def test_inputs_that_cannot_be(tokenize: Any, tmp_path: Path) -> None:
         ),
         ([tmp_path / "gone.jsonl"], f"{tmp_path / 'gone.jsonl'} does not exist"),
         (["gone.jsonl"], "gone.jsonl does not exist"),
+        ([""], "inputs (flag --inputs): one of them is empty"),
+        ([tmp_path / "pipe"], f"{tmp_path / 'pipe'} is neither a file nor a folder"),
         ([tmp_path / "dangling"], f"{tmp_path / 'dangling' / 'a.jsonl'} cannot be read (No such file or directory)"),
         ([tmp_path / "a.jsonl"] * 2, f"{tmp_path / 'a.jsonl'} is given twice; "),
         ([tmp_path / "a.jsonl", tmp_path / "link.jsonl"], f"link.jsonl is given twice (as {tmp_path / 'a.jsonl'})"),

@@ -1,5 +1,6 @@
 """Work that was interrupted goes on where it was and ends as if it had not been; half-made folders never look whole."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -106,7 +107,7 @@ def test_a_changed_input_does_not_go_on_but_starts_anew(
     assert tokenize(*base).code == 1
     (inputs / "1.jsonl").write_text('{"text": "new"}\n')
     answer = tokenize(*base)
-    assert answer.code == 2 and f"{inputs / '1.jsonl'} (size, time) was [" in answer.err
+    assert answer.code == 2 and f"input {inputs / '1.jsonl'} was '" in answer.err
     assert tokenize(*base, "--clean").code == 0
     found = documents(tmp_path / "out" / "train") + documents(tmp_path / "out" / "heldout")
     assert len(found) == 91 and found.count("new") == 1
@@ -183,6 +184,48 @@ def test_two_at_once_are_refused(tokenize: Any, inputs: Path, tmp_path: Path, mo
         fcntl.flock(lock, fcntl.LOCK_EX)
         answer = tokenize(inputs, "--output-dir", tmp_path / "out", "--clean")
     assert answer.code == 2 and f"another tokenize is at work in {tmp_path / 'out'}" in answer.err
+
+
+def test_who_waited_for_the_lock_finds_the_finished_work(
+    tokenize: Any, inputs: Path, contents: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock is deleted by the one that finishes: who has opened it before must not take it for a lock."""
+    folder = tmp_path / "out"
+    opened = os.open
+
+    def finish_first(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+        handle = opened(path, flags, *arguments, **options)
+        if str(path).endswith(".partial/lock"):
+            monkeypatch.setattr(os, "open", opened)
+            assert tokenize(inputs, "--output-dir", folder).code == 0
+        return handle
+
+    monkeypatch.setattr(os, "open", finish_first)
+    answer = tokenize(inputs, "--output-dir", folder)
+    assert answer.code == 2 and "holds the finished work of an earlier tokenize" in answer.err
+    assert not (folder / ".partial").exists()
+
+
+def test_work_without_results_does_not_bind(tokenize: Any, inputs: Path, contents: Any, tmp_path: Path) -> None:
+    """Whoever got the first command line wrong corrects it and goes on, without a deletion to ask for."""
+    for name in ("a", "b"):
+        folder = tmp_path / name / "out"
+        if name == "b":
+            answer = tokenize(inputs, "--output-dir", folder, "--text-key", "body")
+            assert answer.code == 1 and "has no 'body'; its keys are 'text'" in answer.err
+        assert tokenize(inputs, "--output-dir", folder).code == 0
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_a_file_system_without_locks_is_said(
+    tokenize: Any, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    answer = tokenize(inputs, "--output-dir", tmp_path / "out")
+    assert answer.code == 0 and f"{tmp_path / 'out'} lies on a file system without locks" in answer.out
 
 
 def wait_for(what: Any) -> Any:
