@@ -55,5 +55,5 @@ def summary(counts: TaskCounts, *, text_key: str, num_shards: int, seconds: floa
 
 
 def _side_line(name: str, side: SideCounts) -> str:
-    ratio = f", {side.tokens / side.bytes:.4f} tokens/byte" if side.bytes else ""
+    ratio = f", {side.bytes / side.tokens:.3f} bytes/token" if side.tokens else ""
     return f"{name}: {side.documents:,} documents, {side.tokens:,} tokens, {side.bytes:,} bytes{ratio}"

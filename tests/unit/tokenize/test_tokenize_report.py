@@ -43,7 +43,7 @@ def test_totals_count_a_task_once() -> None:
 def test_the_summary() -> None:
     counts = TaskCounts(train=SideCounts(documents=1000, tokens=2000, bytes=8000), empty=2, bad=3, control_texts=4)
     assert summary(counts, text_key="body", num_shards=2, seconds=75.2) == [
-        "train: 1,000 documents, 2,000 tokens, 8,000 bytes, 0.2500 tokens/byte",
+        "train: 1,000 documents, 2,000 tokens, 8,000 bytes, 4.000 bytes/token",
         "heldout: 0 documents, 0 tokens, 0 bytes",
         "dropped 2 documents without text",
         "dropped 3 rows without text at 'body' or that could not be read",
