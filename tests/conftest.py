@@ -1,10 +1,12 @@
-"""Fixtures that several rooms share: a tiny tokenizer and token shards as datatrove writes them."""
+"""Fixtures that several rooms share: a tiny tokenizer, token shards of datatrove and by hand, commands in process."""
 
 import importlib.util
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,61 @@ def tiny_shards(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) 
 def tiny_heldout(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
     """Folder of shards of 40 other documents."""
     return _write_shards(tmp_path_factory.mktemp("heldout"), tiny_tokenizer, _texts(seed=2, count=40), 4000)
+
+
+def _write_shard(
+    path: Path,
+    documents: Sequence[Sequence[int]],
+    *,
+    width: int = 2,
+    loss: Sequence[int] | None = None,
+    tokenizer: str = "tiny",
+) -> Path:
+    """The files of one shard in datatrove's format. Documents are given with their EOS."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokens = np.array([token for document in documents for token in document], f"<u{width}")
+    tokens.tofile(path)
+    np.cumsum([len(document) for document in documents]).astype("<u8").tofile(f"{path}.index")
+    Path(f"{path}.metadata").write_text(f"{tokenizer}|{width}\n{tokens.size}\n{tokens.size} T")
+    if loss is not None:
+        np.array(loss, "u1").tofile(f"{path}.loss")
+    return path
+
+
+@pytest.fixture(scope="session")
+def write_shard() -> Callable[..., Path]:
+    """write_shard(path, documents, width=2, loss=None, tokenizer="tiny")"""
+    return _write_shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a command said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        return self.out.splitlines()
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def answer_of(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
+    """answer_of(run_tokenize, *argv): a command called in this process."""
+
+    def call(run: Callable[[list[str]], int], *argv: object) -> Answer:
+        capsys.readouterr()
+        code = run([str(argument) for argument in argv])
+        out, err = capsys.readouterr()
+        return Answer(code=code, out=out, err=err)
+
+    return call
 
 
 def _smollm2_tokenizer(fields: Any, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Hand-made shards for tests that need exact contents, and rows of a source."""
+"""Sources of rows, and shards without contents."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,25 +9,6 @@ import pytest
 from trainer.data.row import Rows, RowSource
 from trainer.data.shards import TokenPool
 from trainer.data.tokens import TokensSource
-
-
-def _write_shard(
-    path: Path,
-    documents: Sequence[Sequence[int]],
-    *,
-    width: int = 2,
-    loss: Sequence[int] | None = None,
-    tokenizer: str = "tiny",
-) -> Path:
-    """The files of one shard in datatrove's format. Documents are given with their EOS."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tokens = np.array([token for document in documents for token in document], f"<u{width}")
-    tokens.tofile(path)
-    np.cumsum([len(document) for document in documents]).astype("<u8").tofile(f"{path}.index")
-    Path(f"{path}.metadata").write_text(f"{tokenizer}|{width}\n{tokens.size}\n{tokens.size} T")
-    if loss is not None:
-        np.array(loss, "u1").tofile(f"{path}.loss")
-    return path
 
 
 def _write_holes(folder: Path, *, shards: int, tokens: int, documents: int) -> Path:
@@ -54,12 +35,6 @@ def _read_rows(source: RowSource, epoch: int, indices: Sequence[int] | None = No
     rows = Rows.empty(len(chosen), source.seq_len)
     source.fill(epoch, chosen, rows)
     return rows
-
-
-@pytest.fixture(scope="session")
-def write_shard() -> Callable[..., Path]:
-    """write_shard(path, documents, width=2, loss=None, tokenizer="tiny")"""
-    return _write_shard
 
 
 @pytest.fixture(scope="session")

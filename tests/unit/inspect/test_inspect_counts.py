@@ -27,7 +27,7 @@ def _loss_tokens(source: RowSource, epoch: int) -> int:
 
 
 @pytest.fixture
-def pool(tmp_path: Path, write_documents: Callable[..., Path]) -> tuple[Path, list[int]]:
+def pool(tmp_path: Path, write_shard: Callable[..., Path]) -> tuple[Path, list[int]]:
     """Three shards, the second with a loss file, and the lengths of their documents."""
     generator = np.random.default_rng(0)
     lengths = []
@@ -36,7 +36,7 @@ def pool(tmp_path: Path, write_documents: Callable[..., Path]) -> tuple[Path, li
         lengths += sizes
         loss = generator.integers(0, 2, sum(sizes)).tolist() if shard == 1 else None
         documents = [[*generator.integers(1, 300, size - 1).tolist(), 0] for size in sizes]
-        write_documents(tmp_path / "pool" / f"{shard}.ds", documents, loss=loss)
+        write_shard(tmp_path / "pool" / f"{shard}.ds", documents, loss=loss)
     return tmp_path / "pool", lengths
 
 
@@ -99,15 +99,15 @@ def test_what_is_too_long_to_read_is_left_open_and_said(
     assert _count(source, scan=True) == whole
 
 
-def test_chunk_shuffled_shards_have_no_documents_to_count(tmp_path: Path, write_documents: Callable[..., Path]) -> None:
-    write_documents(tmp_path / "0_chunk_shuffled.ds", [[1, 2, 0]] * 9)
+def test_chunk_shuffled_shards_have_no_documents_to_count(tmp_path: Path, write_shard: Callable[..., Path]) -> None:
+    write_shard(tmp_path / "0_chunk_shuffled.ds", [[1, 2, 0]] * 9)
     counts = _count(_tokens(tmp_path, 4, document_masking=False))
     assert (counts.documents, counts.lengths, counts.loss_tokens) == (None, None, 24)
     assert "chunk-shuffled" in counts.notes[0]
 
 
-def test_an_index_that_does_not_ascend_is_named(tmp_path: Path, write_documents: Callable[..., Path]) -> None:
-    path = write_documents(tmp_path / "0.ds", [[1, 2, 0]] * 9)
+def test_an_index_that_does_not_ascend_is_named(tmp_path: Path, write_shard: Callable[..., Path]) -> None:
+    path = write_shard(tmp_path / "0.ds", [[1, 2, 0]] * 9)
     source = _tokens(tmp_path, 4)
     index = np.fromfile(f"{path}.index", "<u8")
     index[4] = 2

@@ -143,9 +143,9 @@ def test_tokens_need_their_tokenizer_and_fake_ids_a_bound(inspect: Callable, tin
 
 
 def test_an_id_without_embedding_ends_with_the_file_and_no_traceback(
-    inspect: Callable, tiny_toml: Callable, tmp_path: Path, write_documents: Callable[..., Path]
+    inspect: Callable, tiny_toml: Callable, tmp_path: Path, write_shard: Callable[..., Path]
 ) -> None:
-    shard = write_documents(tmp_path / "0.ds", [[2, 3, 0], [999, 4, 5, 0]])
+    shard = write_shard(tmp_path / "0.ds", [[2, 3, 0], [999, 4, 5, 0]])
     answer = inspect("@", tiny_toml(shard))
     assert answer.code == 1
     assert answer.err == f"{shard}: token 3 has id 999, but the model has only 300 embeddings\n"

@@ -15,10 +15,10 @@ LEGEND = "target with loss, ⟨no loss⟩, «padding», ⟦control token⟧; →
 
 
 @pytest.fixture
-def shard(tmp_path: Path, letters: Letters, write_documents: Callable[..., Path]) -> Path:
+def shard(tmp_path: Path, letters: Letters, write_shard: Callable[..., Path]) -> Path:
     """12 tokens: a b newline EOS | the three bytes of a euro sign, c, EOS | escape, d, EOS."""
     documents = [[*letters("ab\n"), 0], [*letters("€c"), 0], [*letters("\x1bd"), 0]]
-    return write_documents(tmp_path / "shards" / "0.ds", documents)
+    return write_shard(tmp_path / "shards" / "0.ds", documents)
 
 
 def test_rows_of_a_tiny_shard(inspect: Callable, tiny_toml: Callable, shard: Path) -> None:
@@ -70,9 +70,9 @@ def test_without_document_masking_a_row_is_one_segment(inspect: Callable, tiny_t
 
 
 def test_tokens_that_a_loss_file_does_not_count(
-    inspect: Callable, tiny_toml: Callable, tmp_path: Path, letters: Letters, write_documents: Callable[..., Path]
+    inspect: Callable, tiny_toml: Callable, tmp_path: Path, letters: Letters, write_shard: Callable[..., Path]
 ) -> None:
-    shard = write_documents(tmp_path / "0.ds", [[*letters("abcd"), 0]] * 2, loss=[1, 0, 0, 1, 1] * 2)
+    shard = write_shard(tmp_path / "0.ds", [[*letters("abcd"), 0]] * 2, loss=[1, 0, 0, 1, 1] * 2)
     answer = inspect("@", tiny_toml(shard, seq_len=8), "--rows", 1)
     assert answer.lines[3:8] == [
         "row 0 (epoch 0, index 0): 8 tokens in 2 segments, 4 with loss, 0 padding",
@@ -183,14 +183,14 @@ def test_no_control_character_of_the_data_reaches_the_terminal(
     tiny_toml: Callable,
     tmp_path: Path,
     letters: Letters,
-    write_documents: Callable[..., Path],
+    write_shard: Callable[..., Path],
     option: str,
 ) -> None:
     """Escapes, C1 codes, changes of direction; and any bytes that are no text at all."""
     text = "".join(map(chr, range(0x250))) + "\u202e\u2028\u200f\ufeff"
     stray = np.random.default_rng(0).permutation(np.repeat(letters("".join(map(chr, range(0x100)))), 4)).tolist()
     ids = [*letters(text), 0, *stray, 0]
-    answer = inspect("@", tiny_toml(write_documents(tmp_path / "0.ds", [ids]), seq_len=len(ids) - 1), option)
+    answer = inspect("@", tiny_toml(write_shard(tmp_path / "0.ds", [ids]), seq_len=len(ids) - 1), option)
     assert answer.code == 0
     assert [c for c in answer.out if not c.isprintable() and c != "\n"] == []
     if option != "--json":

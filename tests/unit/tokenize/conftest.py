@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,29 +12,16 @@ from trainer.data.shards import TokenPool
 from trainer.tokenize.command import run_tokenize
 from trainer.tokenizer import load_tokenizer
 
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    code: int
-    out: str
-    err: str
-
-
-Tokenize = Callable[..., Answer]
+Tokenize = Callable[..., Any]
 
 
 @pytest.fixture
-def tokenize(capsys: pytest.CaptureFixture[str], tiny_tokenizer: Path) -> Tokenize:
+def tokenize(answer_of: Callable[..., Any], tiny_tokenizer: Path) -> Tokenize:
     """Runs the command with the tiny tokenizer unless the arguments name another."""
 
-    def call(*argv: str | Path) -> Answer:
-        arguments = [str(argument) for argument in argv]
-        if not any(argument.startswith("--tokenizer") for argument in arguments):
-            arguments += ["--tokenizer.name", str(tiny_tokenizer)]
-        capsys.readouterr()
-        code = run_tokenize(arguments)
-        out, err = capsys.readouterr()
-        return Answer(code=code, out=out, err=err)
+    def call(*argv: str | Path) -> Any:
+        is_named = any(str(argument).startswith("--tokenizer") for argument in argv)
+        return answer_of(run_tokenize, *argv, *([] if is_named else ["--tokenizer.name", tiny_tokenizer]))
 
     return call
 

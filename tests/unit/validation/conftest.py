@@ -61,19 +61,10 @@ def make_mesh() -> Callable[..., Mesh]:
 
 
 @pytest.fixture
-def write_shard(tmp_path: Path) -> Callable[..., Path]:
+def write_shard(tmp_path: Path, write_shard: Callable[..., Path]) -> Callable[..., Path]:
     """Writes documents of token ids as one shard; returns its folder."""
 
     def write(documents: list[list[int]], name: str = "set", loss: list[int] | None = None) -> Path:
-        folder = tmp_path / name
-        folder.mkdir()
-        tokens = np.array([id_ for document in documents for id_ in document], np.uint16)
-        file = folder / "00000_00000_doc_shuffled.ds"
-        tokens.tofile(file)
-        np.cumsum([len(document) for document in documents]).astype(np.uint64).tofile(f"{file}.index")
-        Path(f"{file}.metadata").write_text(f"tiny|2\n{len(tokens)}\n")
-        if loss is not None:
-            np.array(loss, np.uint8).tofile(f"{file}.loss")
-        return folder
+        return write_shard(tmp_path / name / "00000_00000_doc_shuffled.ds", documents, loss=loss).parent
 
     return write
