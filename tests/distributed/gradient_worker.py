@@ -87,11 +87,12 @@ def build(mesh: Mesh, setting: dict) -> tuple[CausalLM, GradSync, RowLoader]:
     arch = ARCH | FAMILIES[setting["family"]] | {"tie_word_embeddings": setting["tied"]}
     model_config = build_config(arch, tokenizer_length=None, special_ids={})
     config = ModelConfig.model_validate(
-        {"arch": arch, "init": {}, "optimization_dtype": "float64", "defer_grad_sync": setting["defer"]}
+        {"arch": arch, "init": {}, "optimization_dtype": setting["masters"], "defer_grad_sync": setting["defer"]}
         | ({"ac": {"mode": setting["ac"]}} if setting["ac"] else {})
     )
     model, grad_sync = build_parallel_model(config, model_config, seq_len=SEQ_LEN, mesh=mesh)
     masters = {name: grad_sync.as_global(name, master) for name, master in grad_sync.masters.items()}
+    assert {str(master.dtype) for master in masters.values()} == {f"torch.{setting['masters']}"}
     init_weights(masters, std=0.2, seed=3, rules=model.init_rules())
     grad_sync.publish()
     data = FakeDataConfig(
@@ -119,8 +120,8 @@ def whole(grad_sync: GradSync, parts: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def measure(mesh: Mesh, setting: dict) -> dict[str, Tensor]:
-    """Float64 gradients of one global batch by parameter name, "loss" (mean over loss tokens), "norm" (of the whole
-    gradient) and, as "clipped.<name>", the gradients clipped to MAX_NORM."""
+    """Gradients of one global batch by parameter name, in the masters' dtype; "loss" (mean over loss tokens), "norm"
+    (of the whole gradient) and, as "clipped.<name>", the gradients clipped to MAX_NORM."""
     model, grad_sync, loader = build(mesh, setting)
     batches = loader.step(5)
     micro_batches, num_loss_tokens = batches.micro_batches, batches.num_loss_tokens

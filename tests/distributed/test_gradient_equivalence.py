@@ -41,7 +41,7 @@ def run_ranks(world_size: int, settings: list[dict], out: Path) -> list[dict[str
 
 def setting(micro_batch_size=1, *, family="qwen3", ac=None, defer=False, tied=False, **extra) -> dict:
     values = {"micro_batch_size": micro_batch_size, "family": family, "ac": ac, "defer": defer, "tied": tied}
-    return values | extra
+    return values | {"masters": "float64"} | extra
 
 
 def model_of(used: dict) -> tuple[str, bool]:
@@ -86,6 +86,14 @@ def assert_close(result: dict[str, Tensor], expected: dict[str, Tensor], limit: 
         assert value.dtype == torch.float64 and difference < limit, (used, name, difference.item())
 
 
+def assert_mixed(result: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """float32, and as near as forward and backward in bfloat16 come."""
+    names = [name for name in expected if f"clipped.{name}" in expected]
+    assert names and {result[name].dtype for name in names} == {torch.float32}
+    worst = max(((result[name] - expected[name]).norm() / expected[name].norm()).item() for name in names)
+    assert 1e-4 < worst < 0.1
+
+
 def assert_same(settings: list[dict], results: list[dict[str, Tensor]], reference: Reference) -> None:
     assert len(settings) == len(results)
     for used, result in zip(settings, results, strict=True):
@@ -120,7 +128,7 @@ def test_several_ranks(world_size, reference, tmp_path):
     checksum. R70: a tied head stays one parameter through sharding, loading and steps. R74: what is loaded on several
     ranks goes on bit for bit; nothing random is restored, since nothing random is stored. With four ranks some hold no
     row of the q/k norms: their optimizer has empty tensors. Biases (qwen2, smollm3), layers without RoPE and a scaled
-    RoPE (smollm3) are no different.
+    RoPE (smollm3) are no different. R84, R86: with bf16 compute all masters and gradients, norms' too, are fp32.
     """
     sizes = [size for size in (1, 2, 4) if size * world_size <= 8]
     settings = [
@@ -133,7 +141,10 @@ def test_several_ranks(world_size, reference, tmp_path):
     steps = [setting(1, steps=3, reload=True, defer=defer, tied=defer) for defer in (False, True)]
     unbroken = [used | {"reload": False} for used in steps]
     empty = [setting(2, steps=1, masked_from=0, defer=defer, tied=defer) for defer in (False, True)]
-    results = iter(run_ranks(world_size, [*settings, *masked, *steps, *unbroken, *empty], tmp_path / "out.pt"))
+    mixed = setting(1, masters="float32")
+    every = [*settings, *masked, *steps, *unbroken, *empty, mixed]
+    *results, last = run_ranks(world_size, every, tmp_path / "out.pt")
+    results = iter(results)
     assert_same(settings, list(itertools.islice(results, len(settings))), reference)
     for used, result in zip(masked, itertools.islice(results, len(masked)), strict=True):
         assert_close(result, reference.first_half, 1e-12, used)
@@ -144,3 +155,4 @@ def test_several_ranks(world_size, reference, tmp_path):
     for used, result in zip(empty, results, strict=True):
         untouched = reference.weights[used["tied"], 0]
         assert [name for name in untouched if not torch.equal(result[name], untouched[name])] == []
+    assert_mixed(last, reference.gradients[model_of(mixed)])
