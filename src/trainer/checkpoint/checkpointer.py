@@ -115,10 +115,7 @@ class Checkpointer:
         staged = self._stager.stage(tensors)
         model = {} if self._model is None else {"model": self._model.to_json()}
         frozen_state = json.loads(json.dumps({**state, **model}))
-        if config.async_save:
-            self._in_background(lambda: self._write(step, staged, frozen_state))
-        else:
-            self._write(step, staged, frozen_state)
+        self._do(lambda: self._write(step, staged, frozen_state), in_background=config.async_save)
 
     def make_up_weights(self, path: Path) -> None:
         """With `ckpt.weights`: write the weights of a checkpoint of this run whose run was killed before it could.
@@ -133,10 +130,7 @@ class Checkpointer:
         weights = self._weights
         if not any(self._agree(lambda: weights is not None and not weights.has(step))):
             return
-        if config.async_save:
-            self._in_background(lambda: self._write_weights(step))
-        else:
-            self._write_weights(step)
+        self._do(lambda: self._write_weights(step), in_background=config.async_save)
 
     def wait(self) -> None:
         """Return when the last save is committed.
@@ -275,7 +269,11 @@ class Checkpointer:
 
         return next((reason for reason in self._agree(read_share) if reason is not None), None)
 
-    def _in_background(self, work: Callable[[], None]) -> None:
+    def _do(self, work: Callable[[], None], *, in_background: bool) -> None:
+        if not in_background:
+            work()
+            return
+
         def keep_error() -> None:
             try:
                 work()

@@ -70,10 +70,10 @@ class Counts:
     padding_tokens: int | None
     loss_tokens: int | None
     documents: int | None
-    truncated: int
+    truncated: int = 0
     """Samples cut to fit into a row."""
 
-    dropped: int
+    dropped: int = 0
     """Samples left out for good."""
 
     lengths: Lengths | None
@@ -132,8 +132,6 @@ def _count_tokens(source: TokensSource, epoch: int, scan: bool, track: Track) ->
         padding_tokens=0,
         loss_tokens=loss_tokens,
         documents=None if lengths is None else pool.num_documents,
-        truncated=0,
-        dropped=0,
         lengths=lengths,
         exact_lengths=exact,
         notes=notes,
@@ -216,8 +214,6 @@ def _count_fake(source: FakeSource, epoch: int, scan: bool, track: Track) -> Cou
         padding_tokens=0,
         loss_tokens=positions,
         documents=lengths.counted if exact else None,
-        truncated=0,
-        dropped=0,
         lengths=lengths,
         exact_lengths=exact,
         notes=notes,

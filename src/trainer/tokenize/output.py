@@ -193,12 +193,7 @@ def _clean(output: Output) -> None:
     for record in (output.folder / RECORD, output.partial / RECORD):
         if record.exists():
             _delete_made(output.folder, record)
-    lock = output.partial / _LOCK
-    for name in _WORK_FOLDERS:
-        shutil.rmtree(output.partial / name, ignore_errors=True)
-    for path in output.partial.iterdir():
-        if path != lock and path.name.removesuffix(".new") in _WORK_FILES:
-            path.unlink()
+    output.remove_work()
 
 
 def _delete_made(folder: Path, record: Path) -> None:
