@@ -16,7 +16,8 @@ from configs.errors import ConfigError
 from configs.sft import SFTConfig
 from models.base import CausalLM
 from models.batch import IGNORE_INDEX
-from models.registry import build_model, config_from_dict
+from models.hf_config import config_from_dict
+from models.registry import build_model
 from trainer.checkpoint import Checkpointer, ModelRecord, find_checkpoint, read_state
 from trainer.data.collate import collate
 from trainer.data.row import Rows

@@ -9,27 +9,7 @@ from transformers import PretrainedConfig
 from models.base import CausalLM
 from models.dense.modeling import DenseForCausalLM
 from models.errors import ArchError
-from models.hf_config import (
-    config_class_of,
-    config_from_dict,
-    config_to_dict,
-    construct_config,
-    known_fields,
-    nearest,
-    read_config,
-    shorten,
-)
-
-__all__ = [
-    "ArchError",
-    "build_config",
-    "build_model",
-    "check_vocabulary",
-    "config_from_dict",
-    "config_to_dict",
-    "read_config",
-    "shorten",
-]
+from models.hf_config import config_class_of, construct_config, known_fields, nearest
 
 _FAMILIES: dict[str, Callable[..., CausalLM]] = {
     "llama": DenseForCausalLM,

@@ -33,7 +33,7 @@ def build_parallel_model(
         seq_len: the longest row it will see.
 
     Raises:
-        models.registry.ArchError: the architecture asks for something that is not implemented.
+        models.errors.ArchError: the architecture asks for something that is not implemented.
     """
     compute_dtype = DTYPES[config.resolved_compute_dtype]
     attn = choose_attention(config.attn, mesh.device, compute_dtype)

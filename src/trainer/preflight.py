@@ -20,7 +20,8 @@ from configs.errors import ConfigError, Fault
 from configs.sft import SFTConfig
 from models.base import CausalLM
 from models.errors import ArchError
-from models.registry import build_config, build_model, read_config, shorten
+from models.hf_config import read_config, shorten
+from models.registry import build_config, build_model
 from trainer.checkpoint import ModelRecord, check_fits, find_checkpoint, read_state
 from trainer.data.build import build_source
 from trainer.data.loader import RowLoader

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from configs.checkpoint import CheckpointConfig
 from configs.sft import SFTConfig
-from models.registry import config_to_dict
+from models.hf_config import config_to_dict
 from trainer.checkpoint import ModelRecord
 from trainer.data.loader import RowLoader
 from trainer.hooks import Hook

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from models.batch import IGNORE_INDEX
-from models.registry import build_model, config_from_dict
+from models.hf_config import config_from_dict
+from models.registry import build_model
 from trainer.checkpoint import Checkpointer, read_state
 from trainer.data.collate import collate
 from trainer.data.row import Rows

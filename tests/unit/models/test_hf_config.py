@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.hf_config import CONFIG_CLASSES, known_fields
-from models.registry import ArchError, build_model, config_from_dict, config_to_dict, read_config, shorten
+from models.errors import ArchError
+from models.hf_config import CONFIG_CLASSES, config_from_dict, config_to_dict, known_fields, read_config, shorten
+from models.registry import build_model
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 LLAMA: dict[str, Any] = {

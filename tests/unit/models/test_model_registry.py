@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-from models.registry import ArchError, build_config, build_model
+from models.errors import ArchError
+from models.registry import build_config, build_model
 
 TINY: dict[str, Any] = {
     "model_type": "llama",

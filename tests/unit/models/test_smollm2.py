@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from models.base import CausalLM
 from models.batch import Batch
-from models.registry import build_model, check_vocabulary, read_config
+from models.hf_config import read_config
+from models.registry import build_model, check_vocabulary
 from trainer.data.collate import collate
 from trainer.data.row import Rows
 
