@@ -60,7 +60,6 @@ def check_schedule(scheduler: SchedulerConfig, *, lr: float, total_steps: int | 
     """The phases fit into the run, and the rate falls.
 
     Args:
-        scheduler: the schedule.
         lr: peak learning rate.
         total_steps: steps of the run; None while only `data.max_epochs` bounds it, then only fractions are checked.
     """

@@ -56,7 +56,6 @@ class CausalLM(nn.Module):
         """Loss of one micro-batch.
 
         Args:
-            batch: the rows.
             loss_scale: () on the batch's device, normally 1 / loss tokens of the global batch; None is 1.
             greedy: also say where the most likely token is the label.
 

@@ -125,9 +125,6 @@ def config_from_dict(values: dict[str, Any]) -> PretrainedConfig:
     Legacy spellings (`rope_theta`, `rope_scaling`, `torch_dtype`) are read. Keys that neither the config class nor
     transformers' model knows are left out, `auto_map` among them, unless they ask for another computation.
 
-    Args:
-        values: the JSON object.
-
     Raises:
         ArchError: unknown model type, a value that its class refuses, quantised weights, or a key of another
             architecture that would change the computation.

@@ -83,7 +83,6 @@ def require_space(folder: Path, num_bytes: int, what: str) -> None:
 
     Args:
         folder: where it will lie; need not exist yet.
-        num_bytes: its size.
         what: it is, for the message.
 
     Raises:

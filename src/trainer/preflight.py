@@ -95,7 +95,6 @@ def prepare(config: SFTConfig, *, download: bool = False) -> Inputs:
     """Load the tokenizer, the architecture and the data that a config names.
 
     Args:
-        config: of the run.
         download: fetch what the model's folder on the hub has besides weights; otherwise its cache must have it.
 
     Raises:

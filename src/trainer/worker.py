@@ -36,7 +36,6 @@ def run_worker(train: Callable[[SFTConfig, Run], None], argv: list[str]) -> None
     ConfigError and 1 for everything else: threads or process groups that hang must not keep a failed rank alive.
 
     Args:
-        train: the work.
         argv: what the launcher appends to its command: run directory, attempt, its process id.
     """
     run_dir, attempt, launcher_pid = Path(argv[0]), int(argv[1]), int(argv[2])
@@ -73,7 +72,6 @@ def _record(error: BaseException, log: RankLog | None, path: Path) -> None:
     """Leave word for the launcher, which shows it. Not on this process's console: it would be there twice.
 
     Args:
-        error: the failure.
         log: the rank's log; None if it could not be opened.
         path: of the report.
     """

@@ -264,7 +264,8 @@ class Checkpointer:
             try:
                 files = sorted(file_records(read_manifest(path)).items())
             except DamagedError as error:
-                return str(error)
+                # Rank 0 found nothing: this rank sees another folder.
+                return f"{error}, as rank {self._mesh.rank} sees it"
             return wrong_content(path, dict(files[self._mesh.rank :: self._mesh.world_size]))
 
         return next((reason for reason in self._agree(read_share) if reason is not None), None)

@@ -61,7 +61,6 @@ def plan_export(path: Path, dtype: str | None) -> Export:
     """Read what a checkpoint says about itself.
 
     Args:
-        path: its folder.
         dtype: name of the dtype of floating-point tensors; None is that of the run's forward pass. Other tensors keep
             theirs.
 
@@ -124,7 +123,6 @@ def write_export(
     """Write the folder. It has its name only once all of it is on disk; killed before, a hidden one is left.
 
     Args:
-        export: from `plan_export`.
         target: replaced if it is there: the caller has seen to it that it may be.
         tokenizer: written too.
         max_shard_bytes: larger models are cut into several files.

@@ -17,7 +17,6 @@ def check_fits(path: Path, tensors: Mapping[str, Tensor], ignore: tuple[str, ...
     """See whether a checkpoint could be loaded, without reading tensors.
 
     Args:
-        path: from `find_checkpoint`.
         tensors: as in `Checkpointer.load`; they may lie on the meta device.
         ignore: names with these beginnings may be in the checkpoint only.
 

@@ -57,7 +57,6 @@ class TensorReader:
         """Fill `into` with the whole tensor, and give it back.
 
         Args:
-            name: of the tensor.
             into: contiguous, on the CPU, of its shape and dtype.
 
         Raises:

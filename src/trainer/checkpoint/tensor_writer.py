@@ -22,7 +22,6 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], mesh: Mesh) -> di
     Args:
         folder: exists, seen by all ranks.
         tensors: on the CPU; the same names on every rank.
-        mesh: the ranks.
 
     Returns:
         Size and checksum of each file this rank wrote: it knows, where another node's view may be stale.

@@ -28,10 +28,6 @@ class WeightsFolder:
     def __init__(self, run_dir: Path, record: ModelRecord) -> None:
         """Reads the tokenizer and clears what a killed run left.
 
-        Args:
-            run_dir: of the run.
-            record: its model.
-
         Raises:
             ConfigError: the tokenizer cannot be read.
         """
@@ -52,7 +48,6 @@ class WeightsFolder:
         """Export a committed checkpoint.
 
         Args:
-            checkpoint: its folder.
             on_progress: told how many bytes are written, after each tensor.
 
         Raises:

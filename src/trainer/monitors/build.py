@@ -128,7 +128,6 @@ def check_monitors(config: SFTConfig, say: Callable[[str], None]) -> None:
     Takes 15 s at most when the server does not answer.
 
     Args:
-        config: the resolved config.
         say: told when the server cannot be reached and the run may go on without it.
 
     Raises:

@@ -22,7 +22,6 @@ def write_config(folder: Path, config: Mapping[str, Any], dtype: str) -> None:
     """Write `config.json`.
 
     Args:
-        folder: exists.
         config: JSON values of a Hugging Face config, `model_type` included.
         dtype: of the weights beside it.
     """
@@ -50,7 +49,6 @@ def write_generation_config(folder: Path, config: Mapping[str, Any], tokenizer_i
     The ids are those of the model's config and, where it has none, the tokenizer's. Generation ends at either's EOS.
 
     Args:
-        folder: exists.
         config: as in `write_config`.
         tokenizer_ids: special ids by their key in the config; empty without tokenizer.
     """

@@ -23,7 +23,6 @@ def check_fit(files: WeightFiles, model: CausalLM) -> Iterator[Fault]:
     """What keeps the files from being the weights of `model`, from headers alone; faults at `model.name`.
 
     Args:
-        files: of `open_weights`.
         model: on any device, meta too.
     """
     parameters = dict(model.named_parameters())

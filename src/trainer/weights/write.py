@@ -63,7 +63,6 @@ def write_safetensors(
     """Write `model.safetensors`, or shards of it with an index, and wait until they are on disk.
 
     Args:
-        folder: exists.
         entries: what to write, in this order.
         read: gives a tensor of the entry's shape and dtype, on the CPU. It is written before the next is asked for.
         max_shard_bytes: a file holds no more than this, unless one tensor alone does.
