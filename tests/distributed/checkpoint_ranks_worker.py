@@ -28,6 +28,7 @@ from trainer.checkpoint import (
     read_state,
     tensor_writer,
 )
+from trainer.checkpoint.safe_reader import DamagedError
 from trainer.errors import RunError
 from trainer.parallel.mesh import Mesh
 
@@ -161,6 +162,19 @@ def check_failures(root: Path, mesh: Mesh, device_mesh: DeviceMesh) -> None:
         f"checkpoint {path} does not fit this run: different: optimizer.step.even is () float32, this run has (1,) "
         "float32",
     )
+    read_manifest = checkpointer.read_manifest
+
+    def not_here(path: Path) -> dict[str, Any]:
+        raise DamagedError("state.json is missing")
+
+    if mesh.rank == 1:
+        checkpointer.read_manifest = not_here
+    assert_fails(
+        lambda: saver.find(run_dir, step=1),
+        f"checkpoint {path} is damaged: state.json is missing, as rank 1 sees it",
+    )
+    checkpointer.read_manifest = read_manifest
+    assert saver.find(run_dir, step=1) == path
     assert [entry.name for entry in (run_dir / "checkpoints").iterdir()] == ["step_1"]
     other = sharded_tensors(device_mesh, 0.0)
     saver.load(path, other)
