@@ -34,7 +34,7 @@ class JsonlMonitor:
 
     def log(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
         """Append {"step": step, ...metrics}."""
-        record = {"step": step} | {name: _json_value(value) for name, value in metrics.items()}
+        record = {"step": step} | {name: json_value(value) for name, value in metrics.items()}
         line = json.dumps(record, allow_nan=False) + "\n"
         try:
             if self._file is None:
@@ -89,7 +89,8 @@ class JsonlMonitor:
             self._file = None
 
 
-def _json_value(value: float | int | str) -> float | int | str | None:
+def json_value(value: float | int | str) -> float | int | str | None:
+    """The value as JSON can have it: None for a number that is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from configs.safe_text import one_line, star_secrets
+from trainer.monitors.jsonl import json_value
 from trainer.reports.differences import (
     ABSENT,
     GRAD_NORM,
@@ -50,7 +51,7 @@ def as_json(comparison: Comparison) -> str:
         "runs": {side: _run_json(run) for side, run in (("a", comparison.a), ("b", comparison.b))},
         "first_difference": {
             "step": first[0].first.step,
-            "metrics": {m.name: {"a": _finite(m.first.a), "b": _finite(m.first.b)} for m in first if m.first},
+            "metrics": {m.name: {"a": json_value(m.first.a), "b": json_value(m.first.b)} for m in first if m.first},
         }
         if first and first[0].first is not None
         else None,
@@ -208,10 +209,6 @@ def _exact(value: float) -> str:
     return "not finite" if math.isnan(value) else repr(value)
 
 
-def _finite(value: float | str) -> float | str | None:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _run_json(run: RecordedRun) -> dict[str, Any]:
     return {
         "path": str(run.path),
@@ -222,4 +219,4 @@ def _run_json(run: RecordedRun) -> dict[str, Any]:
 
 
 def _last_json(last: tuple[int, float] | None) -> dict[str, Any] | None:
-    return None if last is None else {"step": last[0], "value": _finite(last[1])}
+    return None if last is None else {"step": last[0], "value": json_value(last[1])}

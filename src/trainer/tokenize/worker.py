@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from trainer.errors import RunError
-from trainer.tokenize.job import Job, TaskProgress, run_task
+from trainer.tokenize.job import Job, run_task
 
 
 def main() -> None:
@@ -35,17 +35,13 @@ def main() -> None:
     while True:
         task = asked.get()
         try:
-            run_task(job, job.tasks[task], lambda progress: _tell(answer, progress))
+            run_task(job, job.tasks[task], lambda progress: answer(progress=asdict(progress)))
         except RunError as error:
             answer(error=str(error))
         except Exception:
             answer(bug=traceback.format_exc())
         else:
             answer(done=task)
-
-
-def _tell(answer: Any, progress: TaskProgress) -> None:
-    answer(progress=asdict(progress))
 
 
 def _listen(asked: "SimpleQueue[int]") -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from configs.errors import Fault
 from models.base import CausalLM
 from trainer.text import listed
-from trainer.weights.folder import StoredTensor, WeightFiles
+from trainer.weights.folder import WeightFiles
 from trainer.weights.write import DTYPE_NAMES
 
 FILE_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point}
@@ -47,13 +47,10 @@ def check_tensors(files: WeightFiles, wanted: Mapping[str, Tensor]) -> Iterator[
             f"{files.folder} holds {_listed(quantised)} as {', '.join(dtypes)}: quantised weights cannot be trained; "
             f"give the model in one of {', '.join(FILE_DTYPES)}"
         )
-    for name, stored in _wrong_shapes(found, wanted)[:_SHOWN]:
+    wrong = [(name, stored) for name, stored in found.items() if stored.shape != tuple(wanted[name].shape)]
+    for name, stored in wrong[:_SHOWN]:
         shape = tuple(wanted[name].shape)
         yield _fault(f"{stored.file}: {name} is of shape {stored.shape}, and the model's is {shape}")
-
-
-def _wrong_shapes(found: Mapping[str, StoredTensor], wanted: Mapping[str, Tensor]) -> list[tuple[str, StoredTensor]]:
-    return [(name, stored) for name, stored in found.items() if stored.shape != tuple(wanted[name].shape)]
 
 
 def _tie_advice(model: CausalLM, missing: Iterable[str]) -> str:

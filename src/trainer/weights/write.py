@@ -59,7 +59,7 @@ def write_safetensors(
     *,
     max_shard_bytes: int,
     on_progress: Callable[[int], None],
-) -> list[Path]:
+) -> None:
     """Write `model.safetensors`, or shards of it with an index, and wait until they are on disk.
 
     Args:
@@ -67,9 +67,6 @@ def write_safetensors(
         read: gives a tensor of the entry's shape and dtype, on the CPU. It is written before the next is asked for.
         max_shard_bytes: a file holds no more than this, unless one tensor alone does.
         on_progress: told the bytes written so far, after each tensor.
-
-    Returns:
-        The files.
 
     Raises:
         OSError: they cannot be written.
@@ -89,13 +86,10 @@ def write_safetensors(
                 on_progress(done)
             file.flush()
             os.fsync(file.fileno())
-    paths = [folder / name for name in names]
     if len(shards) > 1:
-        paths.append(folder / INDEX_FILE)
         weight_map = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
         index = {"metadata": {"total_size": done}, "weight_map": dict(sorted(weight_map.items()))}
-        write_whole(paths[-1], (json.dumps(index, indent=2) + "\n").encode())
-    return paths
+        write_whole(folder / INDEX_FILE, (json.dumps(index, indent=2) + "\n").encode())
 
 
 def plan_shards(entries: Sequence[TensorEntry], max_shard_bytes: int) -> list[list[TensorEntry]]:
