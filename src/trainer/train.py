@@ -22,6 +22,7 @@ from trainer.hooks import Hook, HookContext
 from trainer.micro_batch import run_micro_batches
 from trainer.model_setup import build_parallel_model, set_first_weights
 from trainer.monitors import build_monitors
+from trainer.monitors.jsonl import json_value
 from trainer.nan_guard import NanGuard
 from trainer.optim.build import build_optimizer
 from trainer.optim.gradients import clip_gradients, gradient_norms
@@ -72,6 +73,7 @@ class Trainer:
         )
         num_dims = {name: parameter.dim() for name, parameter in self.model.named_parameters()}
         self.optimizer = build_optimizer(config.optim, self.grad_sync.masters, num_dims)
+        log.info("optimizer: %s", self.optimizer.decay_table())
         pin_memory = mesh.device.type == "cuda"
         self.loader = RowLoader(
             inputs.source,
@@ -223,8 +225,7 @@ class Trainer:
         start = time.perf_counter()
         state = self.state.state_dict() | {
             "wandb_id": self.monitors.wandb_id if self.monitors else None,
-            # JSON has no NaN.
-            "metrics": {name: _finite_or_none(value) for name, value in metrics.items()},
+            "metrics": {name: json_value(value) for name, value in metrics.items()},
         }
         self.checkpointer.save(step, self.state.tensors(), state)
         return {"time/save_ckpt": time.perf_counter() - start}
@@ -345,7 +346,3 @@ class Trainer:
         """Write out the metrics that are pending."""
         if self.monitors is not None:
             self.monitors.close(exit_code)
-
-
-def _finite_or_none(value: float | int | str) -> float | int | str | None:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

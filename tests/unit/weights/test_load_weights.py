@@ -121,6 +121,9 @@ def test_the_log_says_where_the_weights_are_from(tmp_path, save_model, run_confi
     size = sum(parameter.numel() for parameter in model.parameters()) * 4
     line = f"weights: from {tmp_path / 'hf'}, {len(list(model.parameters()))} tensors, {size / 1e9:.3g} GB"
     assert [record.message for record in caplog.records if record.message.startswith("weights")] == [line]
+    matrices = sum(parameter.dim() == 2 for parameter in model.parameters())
+    groups = [message for message in caplog.messages if message.startswith("optimizer: ")]
+    assert [group.count(f" {matrices} tensors with weight decay ") for group in groups] == [1]  # field case R80
 
 
 def test_init_takes_the_architecture_and_none_of_the_weights(tmp_path, save_model, run_config, make_trainer, caplog):
