@@ -1,5 +1,7 @@
 """What every command does around its work: check the packages, resolve the config, name faults, give the exit code."""
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -32,7 +34,8 @@ def run_command(
         tell: told what is worth knowing about the config; unset: `say`.
 
     Returns:
-        exit code: that of `start`; 1 for a RunError, 2 for a ConfigError, 130 after Ctrl-C.
+        exit code: that of `start`; 1 for a RunError or an output that cannot be written, 2 for a ConfigError, 130 after
+        Ctrl-C, 141 when the reader of the output went away (`| head`).
     """
     intruder = find_intruder(Path(__file__).resolve().parents[1])
     if intruder is not None:
@@ -42,19 +45,41 @@ def run_command(
     from configs.errors import ConfigError
     from trainer.errors import RunError
 
+    # They are None where the caller closed them (`>&-`).
+    sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     origins: dict[str, str] = {}
     try:
         resolved = resolve(argv, config_class(), prog)
         origins = resolved.origins
         for note in resolved.notes:
             (tell or say)(note)
-        return start(resolved.config)
+        code = start(resolved.config)
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         return fail(render_error(error, origins), 2)
     except RunError as error:
         return fail(str(error), 1)
     except KeyboardInterrupt:
         return fail("interrupted", 130)
+    except OSError as error:
+        if not _stdout_fails():
+            raise
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        return fail(f"the standard output cannot be written: {error.strerror}", 1)
+
+
+def _stdout_fails() -> bool:
+    """Whether nothing more can be written to stdout, tried with a line end: what failed may be gone from its buffer."""
+    try:
+        print(flush=True)
+    except OSError:
+        # Python flushes once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def find_intruder(home: Path) -> str | None:

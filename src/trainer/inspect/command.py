@@ -1,8 +1,6 @@
 """`inspect-data`: shows rows as the model will see them, and counts. Neither model nor GPU has a part in it."""
 
 import json
-import os
-import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -26,14 +24,7 @@ def run_inspect(argv: list[str]) -> int:
         exit code: 0 done, 1 a row cannot be read, 2 the config or the data it points to is at fault, 141 the reader of
         the output went away.
     """
-    try:
-        code = run_command("inspect-data", _config_class, _start, argv, tell=warn)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        # Python flushes once more at exit, into the same pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    return run_command("inspect-data", _config_class, _start, argv, tell=warn)
 
 
 def _config_class() -> type["InspectConfig"]:
