@@ -77,7 +77,7 @@ def _take_bare(texts: list[str], root: type[BaseConfig], name: str, out: Argumen
     if len(texts) > 1 and not slot.is_list:
         message = f"stray argument {texts[1]!r}: {texts[0]!r} is the one {name.replace('_', ' ')} already"
         out.faults.append(Fault(key="", message=message))
-        return
+        texts = texts[:1]  # it is not missing
     flag = _flag_of(name)
     try:
         out.flags.append(FlagArgument(key=(name,), value=parse_flag(slot, texts), flag=flag))

@@ -44,9 +44,10 @@ def _usage(root: type[BaseConfig], prog: str) -> Text:
     bare = f" {_positional(root)}" if root.positional is not None else ""
     text.append(f"{prog}{bare} [@ file.toml ...] [--key value ...]\n\n")
     text.append(f"{(root.__doc__ or '').strip()} Defaults < files from left to right < flags.\n\n")
+    table = next((dotted(key) for key, _ in _tables_below(root, ())), None)
     for form, meaning in (
         ("@ a.toml @ b.toml", "lay files on top of each other; tables merge, lists and values replace"),
-        ("--model @ model.toml", "lay a file on top of one table"),
+        *([(f"--{table} @ {table}.toml", "lay a file on top of one table")] if table is not None else []),
         ("--a.b 1, --a.b=1", "set a key; - and _ are the same"),
         ("--x, --no-x, --x false", "true or false; turn an optional block on or off"),
         ("--x 1 2, --x '[1, 2]'", "a list, also as JSON; tables as JSON"),

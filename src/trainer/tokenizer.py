@@ -42,4 +42,7 @@ def load_tokenizer(name: str, key: str = "tokenizer.name") -> "PreTrainedTokeniz
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise every kind, plain Exception among them
         place = f"the folder {name}" if folder else f"the hub as {name!r} (there is no such folder here)"
-        raise ConfigError.one(key, f"no tokenizer could be loaded from {place}: {first_line(error)}") from error
+        reason = first_line(error).removesuffix(" from one of:")  # a list follows that helps nobody
+        if folder and not Path(name, "tokenizer.json").exists():
+            reason = f"it holds no tokenizer.json ({reason})"
+        raise ConfigError.one(key, f"no tokenizer could be loaded from {place}: {reason}") from error

@@ -45,6 +45,8 @@ def _find(config: ExportConfig, say: Callable[[str], None]) -> Path:
         ConfigError: there is none, or it is damaged.
     """
     given = config.checkpoint
+    if (given / MARK_NAME).exists():
+        raise ConfigError.one("checkpoint", f"{given} is an export already, a Hugging Face folder, and no checkpoint")
     if (given / STATE_NAME).exists() or STEP_NAME.fullmatch(given.resolve().name):
         if config.step is not None:
             raise ConfigError.one("step", f"{given} is a checkpoint already; give --step with a run directory")

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from configs.cli import resolve
+from configs.reports import PlotConfig
 from configs.schema import all_keys, find_slot
 from configs.sft import SFTConfig
+from configs.tokenize import TokenizeConfig
 
 SRC = Path(__file__).parents[3] / "src"
 
@@ -130,3 +132,17 @@ def test_resolving_loads_no_help():
     argv = ["--data.type=fake", "--model.arch.model_type=llama", "--model.init", "--max-steps=1"]
     code = f"import sys\nfrom configs.cli import resolve\nresolve({argv})\nprint('rich' in sys.modules)"
     assert run_python(code).stdout == b"False\n"
+
+
+def test_the_table_in_the_example_is_one_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = {}
+    for config in (SFTConfig, TokenizeConfig, PlotConfig):
+        with pytest.raises(SystemExit):
+            resolve(["--help"], config, "prog")
+        out = capsys.readouterr().out.splitlines()
+        lines[config] = [line.split("lay a file on")[0].strip() for line in out if "on top of one table" in line]
+    assert lines == {
+        SFTConfig: ["--model @ model.toml"],
+        TokenizeConfig: ["--tokenizer @ tokenizer.toml"],
+        PlotConfig: [],
+    }

@@ -69,8 +69,10 @@ def test_a_checkpoint_moved_out_of_its_run(run_dir: Path, tmp_path: Path, capsys
 
 def test_faults_of_the_command_line(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = run_dir / "checkpoints" / "step_4"
-    nowhere, empty = tmp_path / "nowhere", tmp_path / "empty"
+    nowhere, empty, exported = tmp_path / "nowhere", tmp_path / "empty", tmp_path / "weights" / "step_4"
     empty.mkdir()
+    exported.mkdir(parents=True)
+    (exported / "oneloop.json").write_text("{}")
     (tmp_path / "link").symlink_to(empty)
     for argv, message in (
         ([nowhere], f"checkpoint (flag --checkpoint): {nowhere} does not exist"),
@@ -80,6 +82,12 @@ def test_faults_of_the_command_line(run_dir: Path, tmp_path: Path, capsys: pytes
             f"checkpoint (flag --checkpoint): {empty} is neither a checkpoint (it has no state.json) nor a run with a "
             "folder checkpoints",
         ),
+        (
+            [exported],
+            f"checkpoint (flag --checkpoint): {exported} is an export already, a Hugging Face folder, and no "
+            "checkpoint",
+        ),
+        ([run_dir, checkpoint], f"stray argument '{checkpoint}': '{run_dir}' is the one checkpoint already"),
         (
             [run_dir, "--step", 3],
             f"step (flag --step): there is no step_3 in {run_dir / 'checkpoints'}; there are step_2, step_4",

@@ -104,7 +104,10 @@ def test_tokenizers_that_are_not_fit(tokenize: Any, tmp_path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=whole, eos_token="END").save_pretrained(tmp_path / "spelled")
     cases = [
         (word_tokenizer(tmp_path / "no-eos", 10, pad_token="w1"), "has no end-of-text token"),
-        (tmp_path / "empty", f"no tokenizer could be loaded from the folder {tmp_path / 'empty'}"),
+        (
+            tmp_path / "empty",
+            f"no tokenizer could be loaded from the folder {tmp_path / 'empty'}: it holds no tokenizer.json (",
+        ),
         (tmp_path / "gone", f"there is no folder {tmp_path / 'gone'}"),
         (tmp_path / "spelled", "makes a control token of the text END, and cannot be told not to"),
     ]
