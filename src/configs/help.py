@@ -53,7 +53,7 @@ def _usage(root: type[BaseConfig], prog: str) -> Text:
         ("--x 1 2, --x '[1, 2]'", "a list, also as JSON; tables as JSON"),
         ("--x None", "no value"),
     ):
-        text.append(f"  {form:<26}", style="cyan")
+        text.append(f"  {form:<30}", style="cyan")
         text.append(f"{meaning}\n")
     return text
 

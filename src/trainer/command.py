@@ -41,19 +41,32 @@ def run_command(
     if intruder is not None:
         print(intruder, file=sys.stderr)  # `fail` imports from a package that may be the intruder's
         return 2
+    # They are None where the caller closed them (`>&-`).
+    sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    try:
+        return _run(prog, config_class, start, argv, tell or say)
+    except KeyboardInterrupt:
+        return fail("interrupted", 130)
+
+
+def _run(
+    prog: str,
+    config_class: Callable[[], type[C]],
+    start: Callable[[C], int],
+    argv: Sequence[str],
+    tell: Callable[[str], None],
+) -> int:
     from configs.cli import render_error, resolve
     from configs.errors import ConfigError
     from trainer.errors import RunError
 
-    # They are None where the caller closed them (`>&-`).
-    sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
-    sys.stderr = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     origins: dict[str, str] = {}
     try:
         resolved = resolve(argv, config_class(), prog)
         origins = resolved.origins
         for note in resolved.notes:
-            (tell or say)(note)
+            tell(note)
         code = start(resolved.config)
         sys.stdout.flush()
         return code
@@ -61,8 +74,6 @@ def run_command(
         return fail(render_error(error, origins), 2)
     except RunError as error:
         return fail(str(error), 1)
-    except KeyboardInterrupt:
-        return fail("interrupted", 130)
     except OSError as error:
         if not _stdout_fails():
             raise

@@ -140,7 +140,7 @@ def test_the_table_in_the_example_is_one_of_the_command(capsys: pytest.CaptureFi
         with pytest.raises(SystemExit):
             resolve(["--help"], config, "prog")
         out = capsys.readouterr().out.splitlines()
-        lines[config] = [line.split("lay a file on")[0].strip() for line in out if "on top of one table" in line]
+        lines[config] = [line.split("  lay a file on")[0].strip() for line in out if "on top of one table" in line]
     assert lines == {
         SFTConfig: ["--model @ model.toml"],
         TokenizeConfig: ["--tokenizer @ tokenizer.toml"],

@@ -65,3 +65,19 @@ def test_other_failures_are_not_taken_for_it(tmp_path: Path) -> None:
     command(tmp_path)
     with pytest.raises(BrokenPipeError, match="of a socket"):
         run_command("plot-runs", lambda: PlotConfig, start, [str(tmp_path)])
+
+
+def test_ctrl_c_while_packages_are_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted:
+        """A finder in whose turn Ctrl-C comes."""
+
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "configs.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "configs.cli")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert run_command("plot-runs", lambda: PlotConfig, lambda _: 0, []) == 130
+    assert capsys.readouterr().err == "interrupted\n"
