@@ -1,14 +1,22 @@
 """What every config table shares: strict keys, field docs, `"None"` for null (TOML has none), faults with keys."""
 
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from configs.errors import Fault
 
 TABLE_FAULTS = "table_faults"
 """Type of the pydantic error that carries the faults of one table in its context."""
+
+_PLAIN_NAME = r"^\w[\w.-]*$"
+
+PlainName = Annotated[str, Field(pattern=_PLAIN_NAME)]
+"""A name in the metrics, or of a folder: never a path."""
+
+PATTERNS = {_PLAIN_NAME: 'letters, digits and "_", after the first one also "." and "-"'}
+"""What the patterns of fields allow, in words."""
 
 
 class BaseConfig(BaseModel):

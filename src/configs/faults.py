@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from configs.base import TABLE_FAULTS
+from configs.base import PATTERNS, TABLE_FAULTS
 from configs.errors import ConfigError, Fault
 from configs.layers import find_origin
 from configs.nearest import did_you_mean, nearest_keys, nearest_word
@@ -183,7 +183,7 @@ def _words(kind: str, context: dict[str, Any], value: Any, slot: Slot, message: 
         case "string_too_short":
             return "must not be empty"
         case "string_pattern_mismatch":
-            return f"{show(value)} does not match the pattern {context['pattern']}"
+            return f"{show(value)} may only have {PATTERNS[context['pattern']]}"
     return f"{message[:1].lower()}{message[1:]}, got {show(value)}"
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from configs.base import BaseConfig
+from configs.base import BaseConfig, PlainName
 
 RUN_CONFIG = Path("configs") / "sft.json"
 """The resolved config of a run, relative to its directory: what makes a folder one."""
@@ -13,7 +13,7 @@ RUN_CONFIG = Path("configs") / "sft.json"
 class RunConfig(BaseConfig):
     """`[run]`"""
 
-    name: str | None = Field(default=None, pattern=r"^\w[\w.-]*$")
+    name: PlainName | None = Field(default=None)
     """Folder under output_dir. Unset: <data>--<model>--<8 hex digits>."""
 
 

@@ -5,17 +5,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from configs.base import BaseConfig
+from configs.base import BaseConfig, PlainName
 from configs.errors import Fault
-
-SetName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
-"""A name in the metrics, and of a folder: never a path."""
 
 
 class ValSetConfig(BaseConfig):
     """One held-out set."""
 
-    name: SetName
+    name: PlainName
     """Name in the metrics."""
 
     path: Path
@@ -37,7 +34,7 @@ class ValConfig(BaseConfig):
     data_dir: Path | None = None
     """Folder in which sets given by name alone lie."""
 
-    sets: list[SetName | ValSetConfig] = Field(min_length=1)
+    sets: list[PlainName | ValSetConfig] = Field(min_length=1)
     """Held-out sets: a name in data_dir, or {name, path}."""
 
     seq_lens: list[Annotated[int, Field(ge=2)]] = Field(default=[2048], min_length=1)
