@@ -1,6 +1,7 @@
 """The example configs resolve, and describe the models they say they do; that of `tokenize` is tested elsewhere."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,3 +33,10 @@ def test_example(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )
     least, most = PARAMETERS[path.name]
     assert least < model.count_parameters().num_params < most
+
+
+def test_no_script_hides_a_module_of_the_standard_library() -> None:
+    """The folder of a script comes first on its import path, so `benchmarks/tokenize.py` would break all beside it."""
+    scripts = [path for folder in ("benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
+    assert len(scripts) >= 5
+    assert [str(path) for path in scripts if path.stem in sys.stdlib_module_names] == []

@@ -1,6 +1,6 @@
 """Speed of `tokenize` beside datatrove's own pipeline on the same files, tokenizer, tasks and workers.
 
-    uv run python benchmarks/tokenize.py --out benchmarks/results/tokenize_cpu.json
+    uv run python benchmarks/tokenize_speed.py --out benchmarks/results/tokenize_cpu.json
 
 Text is Python's standard library, as one jsonl file per task. Both sides run as programs of their own, in turns:
 `tokenize`, and datatrove's LocalPipelineExecutor with JsonlReader and DocumentTokenizer. Times are those of the whole
