@@ -66,12 +66,13 @@ def _find(config: ExportConfig, say: Callable[[str], None]) -> Path:
 def _target(config: ExportConfig, path: Path) -> Path:
     if config.output_dir is not None:
         return config.output_dir
-    place = path.absolute()
+    # As it was given where that names the run: messages should say the folder as the user does. `.` does not, nor
+    # does `step_9` typed beside it.
+    place = path if path.parent.name == FOLDER_NAME else path.resolve()
     if place.parent.name != FOLDER_NAME:
         message = f"is needed: {path} lies in no run directory, where exports go by default"
         raise ConfigError.one("output_dir", message)
-    # As it was given: messages and the log should name the folder as the user does.
-    return path.parent.parent / "exports" / path.name
+    return place.parent.parent / "exports" / place.name
 
 
 def _check_target(target: Path, *, clean: bool) -> None:

@@ -58,6 +58,17 @@ def test_what_a_checkpoint_may_be(run_dir: Path, tmp_path: Path, capsys: pytest.
     assert step_of(run_dir / "exports" / "step_2") == 2
 
 
+@pytest.mark.parametrize(("here", "given"), [("step_2", "."), (".", "step_2"), ("..", "checkpoints/step_2")])
+def test_the_run_is_found_from_within(run_dir: Path, monkeypatch: pytest.MonkeyPatch, here: str, given: str) -> None:
+    """An export into the checkpoint would make it one that holds foreign files."""
+    checkpoint = run_dir / "checkpoints" / "step_2"
+    before = sorted(path.name for path in checkpoint.iterdir())
+    monkeypatch.chdir(run_dir / "checkpoints" / here)
+    assert export(given) == 0
+    assert step_of(run_dir / "exports" / "step_2") == 2
+    assert sorted(path.name for path in checkpoint.iterdir()) == before
+
+
 def test_a_checkpoint_moved_out_of_its_run(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_dir / "checkpoints" / "step_4").rename(tmp_path / "best")
     assert error(capsys, tmp_path / "best", code=2) == (
