@@ -1,7 +1,7 @@
 """Counts of what an epoch holds, from sizes and indices as far as they go.
 
 What would need a long read (document ends of a huge pool, its loss files) is counted from a sample or left open, and
-said so, unless everything is asked for. A data type brings its counting as one function and one `case`.
+said so, unless everything is asked for. A data type that knows better than its rows brings one function and one `case`.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from models.batch import IGNORE_INDEX
 from trainer.data.fake import FakeSource
 from trainer.data.row import RowError, Rows, RowSource
 from trainer.data.shard import index_path, map_shard
@@ -58,8 +59,8 @@ class Counts:
 
     epoch: int
     rows: int
-    tokens: int
-    """Tokens of the data."""
+    tokens: int | None
+    """Tokens of the data, padding left out."""
 
     left_out_tokens: int
     """Those of them that the epoch reads in no row."""
@@ -98,7 +99,7 @@ def count(source: RowSource, *, epoch: int, scan: bool, track: Track) -> Counts:
             return _count_tokens(source, epoch, scan, track)
         case FakeSource():
             return _count_fake(source, epoch, scan, track)
-    raise TypeError(f"inspect-data cannot count a {type(source).__name__}")
+    return _count_rows(source, epoch, scan, track)
 
 
 def _count_tokens(source: TokensSource, epoch: int, scan: bool, track: Track) -> Counts:
@@ -200,8 +201,8 @@ def _count_fake(source: FakeSource, epoch: int, scan: bool, track: Track) -> Cou
         tally.add(np.array([source.seq_len]), times=rows)
     else:
         rows = rows if scan else min(rows, max(1, MAX_FILLED_TOKENS // source.seq_len))
-        for lengths in _fill_rows(source, epoch, rows, track):
-            tally.add(lengths)
+        for filled in _fill_rows(source, epoch, rows, track):
+            tally.add(np.concatenate(filled.segment_lengths))
     lengths, exact = tally.lengths(), rows == source.num_rows
     if not exact:
         notes.append(f"document lengths are those of the first {rows:,} rows; --scan makes all")
@@ -220,14 +221,41 @@ def _count_fake(source: FakeSource, epoch: int, scan: bool, track: Track) -> Cou
     )
 
 
-def _fill_rows(source: RowSource, epoch: int, rows: int, track: Track) -> Iterator[np.ndarray]:
-    """Lengths of the segments of the first rows of an epoch."""
+def _count_rows(source: RowSource, epoch: int, scan: bool, track: Track) -> Counts:
+    """Any other source, by its rows alone."""
+    rows = source.num_rows if scan else min(source.num_rows, max(1, MAX_FILLED_TOKENS // source.seq_len))
+    tally = LengthTally(source.seq_len)
+    padding = loss = 0
+    for filled in _fill_rows(source, epoch, rows, track):
+        padding += int(filled.num_padding.sum())
+        loss += int((filled.labels != IGNORE_INDEX).sum())
+        for lengths, padded in zip(filled.segment_lengths, filled.num_padding > 0, strict=True):
+            tally.add(lengths[:-1] if padded else lengths)
+    lengths, exact = tally.lengths(), rows == source.num_rows
+    positions = source.num_rows * source.seq_len
+    return Counts(
+        epoch=epoch,
+        rows=source.num_rows,
+        tokens=positions - padding if exact else None,
+        left_out_tokens=0,
+        positions=positions,
+        padding_tokens=padding if exact else None,
+        loss_tokens=loss if exact else None,
+        documents=lengths.counted if exact else None,
+        lengths=lengths,
+        exact_lengths=exact,
+        notes=[] if exact else [f"counted are only the first {rows:,} rows; --scan makes all"],
+    )
+
+
+def _fill_rows(source: RowSource, epoch: int, rows: int, track: Track) -> Iterator[Rows]:
+    """The first rows of an epoch, some at a time."""
     at_once = max(1, (1 << 18) // source.seq_len)
     for low in range(0, rows, at_once):
         indices = np.arange(low, min(low + at_once, rows))
         buffers = Rows.empty(len(indices), source.seq_len)
         source.fill(epoch, indices, buffers)
-        yield np.concatenate(buffers.segment_lengths)
+        yield buffers
         track("rows", int(indices[-1]) + 1, rows)
 
 

@@ -21,7 +21,8 @@ def render_counts(counts: Counts) -> Iterator[str]:
     """The lines to print."""
     yield f"counts of epoch {counts.epoch}"
     yield _line("rows", f"{counts.rows:,}")
-    yield _line("tokens", f"{counts.tokens:,}, {counts.left_out_tokens:,} of them left out of this epoch")
+    tokens = "not counted" if counts.tokens is None else f"{counts.tokens:,}"
+    yield _line("tokens", f"{tokens}, {counts.left_out_tokens:,} of them left out of this epoch")
     yield _line("tokens with loss", _share(counts.loss_tokens, counts.positions))
     yield _line("padding", _share(counts.padding_tokens, counts.positions))
     yield _line("truncated", f"{counts.truncated:,} samples")

@@ -1,5 +1,6 @@
 """The worked example of docs/extending.md, put into a copy of the sources and trained with."""
 
+import json
 import os
 import re
 import shlex
@@ -42,9 +43,9 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _sft(folder: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+def _sft(folder: Path, arguments: list[str], module: str = "trainer.sft") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", "-c", "from trainer.sft import main; main()", *arguments],
+        [sys.executable, "-P", "-c", f"from {module} import main; main()", *arguments],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -60,6 +61,17 @@ def test_trains(extended: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "data: 100,000 rows of 64, patterns of 8" in done.stdout
     assert "done: 4 steps" in done.stdout
+
+
+def test_its_rows_are_shown_and_counted(extended: Path) -> None:
+    """A data type that inspect-data knows nothing of."""
+    arguments = ["@", "copy.toml", "--rows", "1", "--data.num-rows", "10", "--data.seq-len", "20", "--json"]
+    done = _sft(extended, [*arguments, "--max-steps", "1"], "trainer.inspect.command")
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout)["counts"]
+    names = ("rows", "tokens", "padding_tokens", "loss_tokens", "documents")
+    assert [counts[name] for name in names] == [10, 160, 40, 80, 10]
+    assert counts["lengths"]["longest"] == 16 and counts["exact_lengths"]
 
 
 def test_its_faults_are_shown_like_all_others(extended: Path) -> None:
