@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from configs.errors import ConfigError
 from configs.safe_text import safe, star_secrets
@@ -29,11 +29,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REPORT_BYTES = 1 << 15
 
 
-def run_worker(train: Callable[[SFTConfig, Run], None], argv: list[str]) -> None:
-    """Call `train` as the rank that the environment names; returns when it is done.
+def run_worker(train: Callable[[SFTConfig, Run], None], argv: list[str]) -> NoReturn:
+    """Call `train` as the rank that the environment names, and end the process.
 
-    A failure is written into the rank's log and error file, and the process ends at once with exit code 2 for a
-    ConfigError and 1 for everything else: threads or process groups that hang must not keep a failed rank alive.
+    Exit code 0 when it is done. A failure is written into the rank's log and error file, with exit code 2 for a
+    ConfigError and 1 for everything else. Either way the process ends at once: threads or process groups that hang must
+    not keep a failed rank alive, and threads of torch's that still run when the interpreter takes itself down have
+    turned finished ranks into aborted ones.
 
     Args:
         argv: what the launcher appends to its command: run directory, attempt, its process id.
@@ -57,7 +59,8 @@ def run_worker(train: Callable[[SFTConfig, Run], None], argv: list[str]) -> None
         os._exit(2 if isinstance(error, ConfigError) else 1)
     ignore_stop_signals()
     _new(report).unlink(missing_ok=True)
-    logging.shutdown()
+    _flush()
+    os._exit(0)
 
 
 def _die_with(launcher_pid: int) -> None:
@@ -95,6 +98,10 @@ def _record(error: BaseException, log: RankLog | None, path: Path) -> None:
         with suppress(OSError):
             log.stream.write(report["text"])
             log.stream.flush()
+    _flush()
+
+
+def _flush() -> None:
     for flush in (sys.stdout.flush, sys.stderr.flush, logging.shutdown):
         with suppress(OSError, ValueError):  # a console that is gone
             flush()
