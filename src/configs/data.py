@@ -67,4 +67,66 @@ class FakeDataConfig(RowsConfig):
     """Rows in an epoch."""
 
 
-DataConfig = Annotated[TokensDataConfig | FakeDataConfig, Field(discriminator="type")]
+class LossMaskConfig(BaseConfig):
+    """`[data.loss_mask]`: whose messages carry loss. A message's own `train` or `weight` of 0 or 1 goes before it."""
+
+    system: bool = False
+    """System and developer messages."""
+
+    user: bool = False
+    """User messages."""
+
+    assistant: bool = True
+    """Assistant messages, tool calls and the end of the turn included."""
+
+    tool: bool = False
+    """Results of tools."""
+
+
+class ChatConfig(BaseConfig):
+    """Which conversations, and what of them carries loss: the same for training and validation."""
+
+    name: str | list[str] = Field(min_length=1)
+    """A `.jsonl` or `.parquet` file, a folder of them or one saved by `datasets`, or a dataset's id on the Hugging Face
+    hub; or several of these."""
+
+    subsets: list[str | None] | None = Field(default=None, min_length=1)
+    """Configurations of the dataset, one per part of the data. One of `name`, `subsets` and `splits` may be shorter: a
+    single value holds for all parts."""
+
+    splits: list[str] | None = Field(default=None, min_length=1)
+    """Splits of the dataset, one per part of the data. Unset: "train" where there are splits."""
+
+    loss_mask: LossMaskConfig = LossMaskConfig()
+    """Roles whose messages carry loss."""
+
+    last_turn_only: bool = False
+    """Of the messages that carry loss only the last one does."""
+
+    packing: Literal["best_fit", "sequential", "none"] = "best_fit"
+    """How samples share rows. `best_fit`: least padding. `sequential`: in the order of the data. `none`: one each."""
+
+    overflow: Literal["truncate", "drop", "split", "error"] = "truncate"
+    """Samples longer than a row: cut to its length, left out, cut into several, or refused."""
+
+    cache_dir: Path | None = None
+    """Where tokenised conversations are kept. Unset: `.cache/chats` under output_dir."""
+
+    cache_workers: int | None = Field(default=None, ge=1)
+    """Processes that tokenise. Unset: one per CPU core."""
+
+
+class SFTDataConfig(ChatConfig, RowsConfig):
+    """`type = "sft"`, the default: conversations, rendered by the tokenizer's chat template."""
+
+    type: Literal["sft"] = "sft"
+
+    probabilities: list[Annotated[float, Field(gt=0)]] | None = Field(default=None, min_length=1)
+    """Share of samples that each part gives, summing to 1. Unset: every sample of every part once per epoch."""
+
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "all_exhausted"
+    """With `probabilities`: an epoch ends when the first part has no sample left, or when each had all of its samples
+    drawn, those of smaller parts several times."""
+
+
+DataConfig = Annotated[SFTDataConfig | TokensDataConfig | FakeDataConfig, Field(discriminator="type")]

@@ -144,6 +144,6 @@ class MergedLayers:
 def _start(slot: Slot) -> dict[str, Any] | None:
     """What a table starts from when the first layer touches it: its default, with the variant's `type`."""
     if not isinstance(slot.default, BaseModel):
-        return None
+        return None if slot.default_tag is None else {TAG: slot.default_tag}
     values = slot.default.model_dump(mode="json", exclude_unset=True)
     return {TAG: slot.default_tag, **values} if slot.default_tag is not None else values

@@ -58,6 +58,27 @@ class DebugModelConfig(BaseConfig):
     """Speed tests only: weights are neither downloaded nor loaded nor drawn, all parameters are one constant."""
 
 
+class LoRAConfig(BaseConfig):
+    """`[model.lora]`: train low-rank adapters (Hu et al. 2021, arXiv:2106.09685) beside frozen weights, with peft."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of the adapters."""
+
+    alpha: float = Field(default=32.0, gt=0)
+    """The adapters' output is scaled by alpha / rank."""
+
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of an adapter's inputs set to 0 in training."""
+
+    target_modules: list[str] = Field(
+        default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], min_length=1
+    )
+    """Linear layers that get an adapter, by the end of their names."""
+
+    modules_to_save: list[str] = Field(default=[])
+    """Modules that are trained whole beside the adapters, by the end of their names."""
+
+
 class ModelConfig(BaseConfig):
     """`[model]`"""
 
@@ -74,6 +95,16 @@ class ModelConfig(BaseConfig):
 
     debug: DebugModelConfig = DebugModelConfig()
     """Short cuts for a quick look."""
+
+    impl: Literal["auto", "custom", "hf"] = "auto"
+    """`custom`: the implementation here. `hf`: that of transformers, with attention inside documents all the same.
+    `auto`: custom where the family is implemented here, else hf; the log says which."""
+
+    vocab_multiple: int = Field(default=128, ge=1)
+    """The embedding of `name` grows to a multiple of this where the tokenizer has more tokens than it has rows."""
+
+    lora: LoRAConfig | None = None
+    """Train adapters only."""
 
     attn: Literal["auto", "sdpa", "varlen"] = "auto"
     """`varlen`: torch.nn.attention.varlen, CUDA and bfloat16 only. `sdpa`: scaled_dot_product_attention, one call per

@@ -86,8 +86,14 @@ class Slot:
 
     @property
     def default_tag(self) -> str | None:
-        """The variant of a union's default, if it has one."""
-        return getattr(self.default, TAG, None) if self.is_union else None
+        """The variant that stands where no `type` is given: that of the union's default, or the one whose `type` has a
+        default."""
+        if not self.is_union:
+            return None
+        if isinstance(self.default, BaseModel):
+            return getattr(self.default, TAG, None)
+        fields = [table.model_fields.get(TAG) for table in self.tables]
+        return next((field.default for field in fields if field is not None and not field.is_required()), None)
 
 
 ANYTHING = Slot(members=(Any,))

@@ -13,6 +13,7 @@ from configs.launch import DeploymentConfig, RunConfig
 from configs.model import ModelConfig
 from configs.monitor import LogConfig, MonitorsConfig
 from configs.optim import AdamWConfig, ConstantSchedulerConfig, SchedulerConfig
+from configs.renderer import RendererConfig
 from configs.validation import ValConfig
 
 
@@ -34,6 +35,9 @@ class SFTConfig(BaseConfig):
 
     data: DataConfig
     """Training data: a union on `type`."""
+
+    renderer: RendererConfig = RendererConfig()
+    """Chat template and its options."""
 
     val: ValConfig | None = None
     """Held-out validation."""
@@ -88,7 +92,17 @@ class SFTConfig(BaseConfig):
     @property
     def longest_row(self) -> int:
         """Tokens of the longest row that the model will see, in training or validation."""
-        return max([self.data.seq_len, *(self.val.seq_lens if self.val is not None else [])])
+        lengths = [self.data.seq_len]
+        if self.val is not None and self.val.sets:
+            lengths += self.val.seq_lens
+        if self.val is not None and self.val.data is not None:
+            lengths.append(self.val.data.seq_len)
+        return max(lengths)
+
+    @property
+    def chat_cache(self) -> Path:
+        """Folder of tokenised conversations where a table of chats names none."""
+        return self.output_dir / ".cache" / "chats"
 
     def run_faults(self) -> list[Fault]:
         faults = []

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from configs.checkpoint import CheckpointConfig
 from configs.checks import check_batch, check_schedule
-from configs.data import TokensDataConfig
+from configs.data import FakeDataConfig
 from configs.errors import ConfigError, Fault
 from configs.sft import SFTConfig
 from models.base import CausalLM
@@ -24,11 +24,13 @@ from models.hf_config import read_config, shorten
 from models.registry import build_config, build_model
 from trainer.checkpoint import ModelRecord, check_fits, find_checkpoint, read_state
 from trainer.data.build import build_source
+from trainer.data.chat.build import chat_tools
 from trainer.data.loader import RowLoader
-from trainer.data.row import RowSource
+from trainer.data.row import RowSource, Track, untracked
 from trainer.errors import RunError
 from trainer.model_setup import DTYPES, choose_attention
 from trainer.parallel.mesh import one_rank_mesh
+from trainer.progress import ProgressBars
 from trainer.state import STATE_KEYS, model_record
 from trainer.tokenizer import load_tokenizer, special_ids
 from trainer.validation import build_validation
@@ -91,11 +93,12 @@ class Plan:
         ]
 
 
-def prepare(config: SFTConfig, *, download: bool = False) -> Inputs:
+def prepare(config: SFTConfig, *, download: bool = False, track: Track = untracked) -> Inputs:
     """Load the tokenizer, the architecture and the data that a config names.
 
     Args:
         download: fetch what the model's folder on the hub has besides weights; otherwise its cache must have it.
+        track: told of long work.
 
     Raises:
         ConfigError: one of them is missing, damaged, or does not fit the others.
@@ -114,6 +117,7 @@ def prepare(config: SFTConfig, *, download: bool = False) -> Inputs:
         vocab_size=model_config.vocab_size,
         eos_token_id=tokenizer.eos_token_id if tokenizer is not None else None,  # type: ignore[arg-type]
         tokenizer_name=None if tokenizer is None else config.tokenizer_name,
+        chats=chat_tools(config, tokenizer, track),
     )
     return Inputs(
         tokenizer=tokenizer,
@@ -164,7 +168,8 @@ def preflight(config: SFTConfig, *, run_dir: Path, world_size: int, say: Callabl
     Raises:
         ConfigError: the run cannot go; every fault found.
     """
-    inputs = prepare(config, download=True)
+    with ProgressBars() as bars:
+        inputs = prepare(config, download=True, track=bars.track)
     faults: list[Fault] = []
     plan = model = None
     with _collecting(faults):
@@ -210,12 +215,12 @@ def _tokenizer(config: SFTConfig, model_folder: Path | None) -> PreTrainedTokeni
     name = config.tokenizer.name
     if name is not None and (model_folder is None or name != config.model.name):
         return load_tokenizer(name)
-    needed = name is not None or config.val is not None or isinstance(config.data, TokensDataConfig)
+    needed = name is not None or config.val is not None or not isinstance(config.data, FakeDataConfig)
     if model_folder is not None and needed:
         log.info("tokenizer: that of %s", config.model.name)
         return load_tokenizer(str(model_folder), "model.name" if name is None else "tokenizer.name")
-    if isinstance(config.data, TokensDataConfig):
-        raise ConfigError.one("tokenizer.name", "data of type tokens needs the tokenizer that wrote it")
+    if not isinstance(config.data, FakeDataConfig):
+        raise ConfigError.one("tokenizer.name", f"data of type {config.data.type} needs a tokenizer")
     if config.val is not None:
         raise ConfigError.one("tokenizer.name", "[val] needs a tokenizer, to count bytes")
     return None

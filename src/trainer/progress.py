@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import Self, TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -117,6 +117,26 @@ class ProgressBar:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+class ProgressBars:
+    """A ProgressBar for each thing that is tracked, closed together."""
+
+    def __init__(self) -> None:
+        self._bars: dict[str, ProgressBar] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for bar in self._bars.values():
+            bar.close()
+
+    def track(self, what: str, done: int, total: int) -> None:
+        """Show how much of a thing is done."""
+        if what not in self._bars:
+            self._bars[what] = ProgressBar(description=what, total=total)
+        self._bars[what].update(done)
 
 
 class WorkProgress:

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from configs.data import DataConfig, FakeDataConfig, TokensDataConfig
+from configs.data import DataConfig, FakeDataConfig, SFTDataConfig, TokensDataConfig
 from configs.errors import ConfigError
+from trainer.data.chat.build import ChatTools, build_chats
 from trainer.data.fake import FakeSource
 from trainer.data.row import RowSource
 from trainer.data.shards import TokenPool
@@ -11,7 +12,12 @@ from trainer.data.tokens import TokensSource
 
 
 def build_source(
-    config: DataConfig, *, vocab_size: int, eos_token_id: int | None, tokenizer_name: str | None
+    config: DataConfig,
+    *,
+    vocab_size: int,
+    eos_token_id: int | None,
+    tokenizer_name: str | None,
+    chats: ChatTools | None = None,
 ) -> RowSource:
     """The rows that a config asks for.
 
@@ -19,11 +25,16 @@ def build_source(
         vocab_size: embeddings of the model; no row holds an id from here on.
         eos_token_id: the tokenizer's end of text, which token shards are held against.
         tokenizer_name: None when the run has no tokenizer; shards are then taken as they are.
+        chats: what turns conversations into tokens; None when the run has no tokenizer.
 
     Raises:
         ConfigError: the data is missing, damaged, too small, or another tokenizer's.
     """
     match config:
+        case SFTDataConfig():
+            if chats is None:
+                raise ConfigError.one("tokenizer.name", "data of type sft needs a tokenizer with a chat template")
+            return build_chats(config, chats, vocab_size=vocab_size)
         case TokensDataConfig():
             return _build_tokens(config, vocab_size, eos_token_id, tokenizer_name)
         case FakeDataConfig():

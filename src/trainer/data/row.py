@@ -6,12 +6,20 @@ no loss. A source is a random-access list of rows; it holds no position and no r
 any row at any time.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from trainer.errors import RunError
+
+Track = Callable[[str, int, int], None]
+"""Told what is being done, how much of it is done, and how much there is."""
+
+
+def untracked(what: str, done: int, total: int) -> None:
+    """A Track that tells nobody."""
 
 
 class RowError(RunError):

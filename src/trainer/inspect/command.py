@@ -35,14 +35,16 @@ def _config_class() -> type["InspectConfig"]:
 
 def _start(config: "InspectConfig") -> int:
     # Everything here imports torch or transformers.
+    from trainer.data.row import untracked
     from trainer.inspect.inputs import counted_epoch, load_inputs, plan_of
     from trainer.inspect.render import Style, render_selection
     from trainer.inspect.report import document, render_counts, render_plan
     from trainer.inspect.rows import select_rows
     from trainer.inspect.token_text import TokenText
-    from trainer.progress import has_colours
+    from trainer.progress import ProgressBars, has_colours
 
-    inputs = load_inputs(config)
+    with ProgressBars() as bars:  # a bar on stdout would be no JSON
+        inputs = load_inputs(config, untracked if config.json else bars.track)
     source, texts = inputs.source, TokenText(inputs.tokenizer)
     plan = plan_of(config, source)
     selection = select_rows(config, source)
@@ -71,22 +73,11 @@ def _print(text: str) -> None:
 
 
 def _count(config: "InspectConfig", source: "RowSource", epoch: int) -> "Counts | None":
+    from trainer.data.row import untracked
     from trainer.inspect.counts import count
-    from trainer.progress import ProgressBar
+    from trainer.progress import ProgressBars
 
     if not config.counts:
         return None
-    bars: dict[str, ProgressBar] = {}
-
-    def track(what: str, done: int, total: int) -> None:
-        if config.json:  # a bar on stdout would be no JSON
-            return
-        if what not in bars:
-            bars[what] = ProgressBar(description=what, total=total)
-        bars[what].update(done)
-
-    try:
-        return count(source, epoch=epoch, scan=config.scan, track=track)
-    finally:
-        for bar in bars.values():
-            bar.close()
+    with ProgressBars() as bars:  # a bar on stdout would be no JSON
+        return count(source, epoch=epoch, scan=config.scan, track=untracked if config.json else bars.track)

@@ -4,14 +4,14 @@ What would need a long read (document ends of a huge pool, its loss files) is co
 said so, unless everything is asked for. A data type that knows better than its rows brings one function and one `case`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from models.batch import IGNORE_INDEX
 from trainer.data.fake import FakeSource
-from trainer.data.row import RowError, Rows, RowSource
+from trainer.data.row import RowError, Rows, RowSource, Track
 from trainer.data.shard import index_path, map_shard
 from trainer.data.shards import TokenPool
 from trainer.data.tokens import TokensSource
@@ -30,9 +30,6 @@ _SAMPLED_ENDS = 1 << 16
 _BLOCK_ENDS = 1 << 22
 _BLOCK_BYTES = 1 << 26
 _MAX_BINS = 64
-
-Track = Callable[[str, int, int], None]
-"""Told what is being counted, how much of it is done, and how much there is."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from configs.data import TokensDataConfig
+from configs.data import FakeDataConfig
 from configs.errors import ConfigError
 from configs.inspect import InspectConfig
 from trainer.data.build import build_source
-from trainer.data.row import RowSource
+from trainer.data.chat.build import chat_tools
+from trainer.data.row import RowSource, Track
 from trainer.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -24,8 +25,11 @@ class InspectInputs:
     source: RowSource
 
 
-def load_inputs(config: InspectConfig) -> InspectInputs:
+def load_inputs(config: InspectConfig, track: Track) -> InspectInputs:
     """Tokenizer and rows. A model in the config gives the number of ids, as in training; its weights play no part.
+
+    Args:
+        track: told of long work.
 
     Raises:
         ConfigError: as `sft` would raise it.
@@ -34,12 +38,12 @@ def load_inputs(config: InspectConfig) -> InspectInputs:
         # Takes seconds to import.
         from trainer.preflight import prepare
 
-        inputs = prepare(config.model_copy(update={"val": None}), download=True)
+        inputs = prepare(config.model_copy(update={"val": None}), download=True, track=track)
         return InspectInputs(tokenizer=inputs.tokenizer, source=inputs.source)
     name = config.tokenizer_name
     tokenizer = load_tokenizer(name) if name is not None else None
-    if tokenizer is None and isinstance(config.data, TokensDataConfig):
-        raise ConfigError.one("tokenizer.name", "data of type tokens needs the tokenizer that wrote it")
+    if tokenizer is None and not isinstance(config.data, FakeDataConfig):
+        raise ConfigError.one("tokenizer.name", f"data of type {config.data.type} needs a tokenizer")
     vocab_size = config.vocab_size or (len(tokenizer) if tokenizer is not None else None)
     if vocab_size is None:
         message = "is missing: made-up ids are drawn below it; or give model.arch.vocab_size or a tokenizer"
@@ -49,6 +53,7 @@ def load_inputs(config: InspectConfig) -> InspectInputs:
         vocab_size=vocab_size,
         eos_token_id=tokenizer.eos_token_id if tokenizer is not None else None,  # type: ignore[arg-type]
         tokenizer_name=name,
+        chats=chat_tools(config, tokenizer, track),
     )
     return InspectInputs(tokenizer=tokenizer, source=source)
 
