@@ -195,6 +195,13 @@ def shorten(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
     return config_from_dict(values)
 
 
+def with_vocab_size(config: PretrainedConfig, vocab_size: int) -> PretrainedConfig:
+    """The same architecture with another number of tokens."""
+    changed = copy.deepcopy(config)
+    changed.vocab_size = vocab_size
+    return changed
+
+
 def _rope_numbers(key: str, parameters: Any) -> dict[str, Any]:
     """The RoPE parameters without numbers that are null, which is how files write "not given"; the classes trip over
     them, and over what is no number."""

@@ -83,7 +83,12 @@ def set_first_weights(
     else:
         assert folder is not None, "SFTConfig.run_faults asks for one of model.name, [model.init], [resume]"
         tied, is_shown = model.tied_names, mesh.rank == 0
-        num_bytes = agree(mesh, lambda: load_weights(folder, parameters, tied=tied, show_progress=is_shown))[0]
+        num_bytes = agree(
+            mesh,
+            lambda: load_weights(
+                folder, parameters, tied=tied, show_progress=is_shown, vocabulary=model.vocabulary_names
+            ),
+        )[0]
         log.info("weights: from %s, %d tensors, %.3g GB", folder, len(parameters), num_bytes / 1e9)
     grad_sync.publish()
 

@@ -20,7 +20,7 @@ from configs.errors import ConfigError, Fault
 from configs.sft import SFTConfig
 from models.base import CausalLM
 from models.errors import ArchError
-from models.hf_config import read_config, shorten
+from models.hf_config import read_config, shorten, with_vocab_size
 from models.registry import build_config, build_model
 from trainer.checkpoint import ModelRecord, check_fits, find_checkpoint, read_state
 from trainer.data.build import build_source
@@ -32,7 +32,7 @@ from trainer.model_setup import DTYPES, choose_attention
 from trainer.parallel.mesh import one_rank_mesh
 from trainer.progress import ProgressBars
 from trainer.state import STATE_KEYS, model_record
-from trainer.tokenizer import load_tokenizer, special_ids
+from trainer.tokenizer import load_tokenizer, num_ids, special_ids
 from trainer.validation import build_validation
 from trainer.weights.fit import check_fit
 from trainer.weights.folder import open_weights, weight_file_names
@@ -52,6 +52,9 @@ class Inputs:
     whole_config: PretrainedConfig
     model_config: PretrainedConfig
     """Of the model that is trained: all of `whole_config`, or its first `model.debug.num_layers` blocks."""
+
+    stored_vocab_size: int
+    """Rows of the vocabulary in the files of `model.name`: fewer than the model's where it has grown."""
 
     source: RowSource
 
@@ -106,7 +109,8 @@ def prepare(config: SFTConfig, *, download: bool = False, track: Track = untrack
     name = config.model.name
     model_folder = None if name is None else find_model(name, download=download)
     tokenizer = _tokenizer(config, model_folder)
-    whole_config = _model_config(config, model_folder, tokenizer)
+    stored_config = _model_config(config, model_folder, tokenizer)
+    whole_config = _with_room(config, stored_config, tokenizer)
     num_layers = config.model.debug.num_layers
     try:
         model_config = whole_config if num_layers is None else shorten(whole_config, num_layers)
@@ -124,6 +128,7 @@ def prepare(config: SFTConfig, *, download: bool = False, track: Track = untrack
         model_folder=model_folder,
         whole_config=whole_config,
         model_config=model_config,
+        stored_vocab_size=stored_config.vocab_size,
         source=source,
     )
 
@@ -177,13 +182,14 @@ def preflight(config: SFTConfig, *, run_dir: Path, world_size: int, say: Callabl
         faults += check_schedule(config.scheduler, lr=config.optim.lr, total_steps=plan.steps)
     with _collecting(faults):
         model = _build_on_meta(config, inputs.model_config)
-    with _collecting(faults):
+    with _collecting(faults), ProgressBars() as bars:
         build_validation(
             config.val,
             tokenizer=inputs.tokenizer,
             vocab_size=inputs.model_config.vocab_size,
             mesh=one_rank_mesh(torch.device("cpu")),
             pin_memory=False,
+            chats=chat_tools(config, inputs.tokenizer, bars.track),
         )
     with _collecting(faults):
         if config.resume is not None:
@@ -222,7 +228,7 @@ def _tokenizer(config: SFTConfig, model_folder: Path | None) -> PreTrainedTokeni
     if not isinstance(config.data, FakeDataConfig):
         raise ConfigError.one("tokenizer.name", f"data of type {config.data.type} needs a tokenizer")
     if config.val is not None:
-        raise ConfigError.one("tokenizer.name", "[val] needs a tokenizer, to count bytes")
+        raise ConfigError.one("tokenizer.name", "[val] needs a tokenizer, to count bytes or to write conversations")
     return None
 
 
@@ -230,22 +236,32 @@ def _model_config(
     config: SFTConfig, model_folder: Path | None, tokenizer: PreTrainedTokenizerBase | None
 ) -> PretrainedConfig:
     """The architecture of `model.name` or of `[model.arch]`."""
-    length = len(tokenizer) if tokenizer is not None else None
     try:
         if model_folder is None:
             assert config.model.arch is not None, "SFTConfig.run_faults asks for it"
+            length = num_ids(tokenizer) if tokenizer is not None else None
             ids = special_ids(tokenizer) if tokenizer is not None else {}
             return build_config(config.model.arch, tokenizer_length=length, special_ids=ids)
-        model_config = read_config(model_folder)
+        return read_config(model_folder)
     except ArchError as error:
         raise _arch_fault(config, error) from error
-    if length is not None and length > model_config.vocab_size:
-        raise ConfigError.one(
-            "tokenizer.name",
-            f"the tokenizer of {config.tokenizer_name} has {length} ids, more than the {model_config.vocab_size} rows "
-            f"of {config.model.name}'s embedding: enlarging it is not implemented, give the model's own tokenizer",
-        )
-    return model_config
+
+
+def _with_room(
+    config: SFTConfig, model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> PretrainedConfig:
+    """The architecture with a row of its vocabulary for every id that the tokenizer gives."""
+    needed, rows = 0 if tokenizer is None else num_ids(tokenizer), model_config.vocab_size
+    if needed <= rows:
+        return model_config
+    multiple = config.model.vocab_multiple
+    grown = -(-needed // multiple) * multiple
+    log.info(
+        "vocabulary: the tokenizer of %s has %d ids and %s has %d rows: embedding and head have %d, a multiple of "
+        "model.vocab_multiple = %d",
+        *(config.tokenizer_name, needed, config.model.name, rows, grown, multiple),
+    )
+    return with_vocab_size(model_config, grown)
 
 
 def _weight_faults(config: SFTConfig, inputs: Inputs, say: Callable[[str], None]) -> Iterator[Fault]:
@@ -253,7 +269,8 @@ def _weight_faults(config: SFTConfig, inputs: Inputs, say: Callable[[str], None]
     name, folder = config.model.name, inputs.model_folder
     assert name is not None and folder is not None
     fetch_weights(name, folder, weight_file_names(folder), say)
-    yield from check_fit(open_weights(folder), _build_on_meta(config, inputs.whole_config))
+    model = _build_on_meta(config, inputs.whole_config)
+    yield from check_fit(open_weights(folder), model, vocab_size=inputs.stored_vocab_size)
 
 
 def _build_on_meta(config: SFTConfig, model_config: PretrainedConfig) -> CausalLM:

@@ -19,6 +19,11 @@ def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:
     return {name: getattr(tokenizer, name) for name in SPECIAL_IDS}
 
 
+def num_ids(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Rows that an embedding needs: the largest id and one more, which is more than the length where ids have gaps."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+
+
 def load_tokenizer(name: str, key: str = "tokenizer.name") -> "PreTrainedTokenizerBase":
     """The tokenizer in a folder or, by id, on the Hugging Face hub. Code that lies beside it never runs.
 

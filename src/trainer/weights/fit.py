@@ -3,8 +3,6 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from torch import Tensor
-
 from configs.errors import Fault
 from models.base import CausalLM
 from trainer.text import listed
@@ -19,11 +17,12 @@ _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _SHOWN = 5
 
 
-def check_fit(files: WeightFiles, model: CausalLM) -> Iterator[Fault]:
+def check_fit(files: WeightFiles, model: CausalLM, *, vocab_size: int) -> Iterator[Fault]:
     """What keeps the files from being the weights of `model`, from headers alone; faults at `model.name`.
 
     Args:
         model: on any device, meta too.
+        vocab_size: rows that the files' vocabulary should have; the model's may have grown.
     """
     parameters = dict(model.named_parameters())
     missing = [name for name in parameters if name not in files.tensors]
@@ -33,12 +32,14 @@ def check_fit(files: WeightFiles, model: CausalLM) -> Iterator[Fault]:
         yield _fault(f"{files.folder} lacks {_listed(missing)}{_tie_advice(model, missing)}")
     if unexpected:
         yield _fault(f"{files.folder} holds {_listed(unexpected)} that the model of its config.json does not have")
-    wanted = {**parameters, **{name: parameters[target] for name, target in model.tied_names.items()}}
-    yield from check_tensors(files, wanted)
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    shapes |= {name: (vocab_size, *shapes[name][1:]) for name in model.vocabulary_names}
+    shapes |= {name: shapes[target] for name, target in model.tied_names.items()}
+    yield from check_tensors(files, shapes)
 
 
-def check_tensors(files: WeightFiles, wanted: Mapping[str, Tensor]) -> Iterator[Fault]:
-    """Shapes and dtypes of the wanted tensors that the files hold."""
+def check_tensors(files: WeightFiles, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[Fault]:
+    """Dtypes of the wanted tensors that the files hold, and their shapes against the wanted ones."""
     found = {name: files.tensors[name] for name in wanted if name in files.tensors}
     quantised = [name for name, stored in found.items() if stored.dtype not in FILE_DTYPES]
     if quantised:
@@ -47,10 +48,9 @@ def check_tensors(files: WeightFiles, wanted: Mapping[str, Tensor]) -> Iterator[
             f"{files.folder} holds {_listed(quantised)} as {', '.join(dtypes)}: quantised weights cannot be trained; "
             f"give the model in one of {', '.join(FILE_DTYPES)}"
         )
-    wrong = [(name, stored) for name, stored in found.items() if stored.shape != tuple(wanted[name].shape)]
+    wrong = [(name, stored) for name, stored in found.items() if stored.shape != wanted[name]]
     for name, stored in wrong[:_SHOWN]:
-        shape = tuple(wanted[name].shape)
-        yield _fault(f"{stored.file}: {name} is of shape {stored.shape}, and the model's is {shape}")
+        yield _fault(f"{stored.file}: {name} is of shape {stored.shape}, and the model's is {wanted[name]}")
 
 
 def _tie_advice(model: CausalLM, missing: Iterable[str]) -> str:

@@ -6,10 +6,12 @@ memory for one tensor's part at most, whatever the size of the model.
 
 import logging
 import math
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -28,9 +30,18 @@ _REMAP_BYTES = 1 << 28
 """Bytes read from a mapped file before it is mapped anew: its pages count as this process's memory until then."""
 _BAR_BYTES = 1 << 30
 """Smaller models are there before anyone has seen the bar."""
+_MEAN_BYTES = 1 << 24
+"""Rows whose mean is taken are read in parts of this size."""
 
 
-def load_weights(folder: Path, parameters: dict[str, Tensor], *, tied: dict[str, str], show_progress: bool) -> int:
+def load_weights(
+    folder: Path,
+    parameters: dict[str, Tensor],
+    *,
+    tied: dict[str, str],
+    show_progress: bool,
+    vocabulary: Collection[str] = (),
+) -> int:
     """Fill this rank's part of the parameters from the safetensors of a folder. Not collective.
 
     Args:
@@ -39,6 +50,8 @@ def load_weights(folder: Path, parameters: dict[str, Tensor], *, tied: dict[str,
             unevenly too. Any float dtype, any device: values are cast from the file's.
         tied: names under which the folder may hold a parameter once more, to that parameter's name.
         show_progress: draw a bar, for a large model on a terminal.
+        vocabulary: parameters with one row per token, which may have more rows than the folder's: each further one is
+            the mean of those, the same bits on any number of ranks.
 
     Returns:
         bytes that the tensors take in the files.
@@ -48,8 +61,7 @@ def load_weights(folder: Path, parameters: dict[str, Tensor], *, tied: dict[str,
     """
     try:
         files = open_weights(folder)
-        copies = {name: parameters[target] for name, target in tied.items()}
-        faults = list(check_tensors(files, parameters | copies))
+        faults = list(check_tensors(files, _stored_shapes(files, parameters, tied, vocabulary)))
         if faults:
             raise ConfigError(faults)
     except ConfigError as error:
@@ -66,7 +78,10 @@ def load_weights(folder: Path, parameters: dict[str, Tensor], *, tied: dict[str,
     try:
         with _Rows(files) as rows, torch.no_grad():
             for name in order:
-                _load(rows, name, parameters[tied.get(name, name)], compare=name not in parameters)
+                parameter = parameters[tied.get(name, name)]
+                _load(rows, name, parameter, compare=name not in parameters)
+                if name in parameters and len(parameter.shape) and parameter.shape[0] > files.tensors[name].shape[0]:
+                    _fill_new_rows(rows, name, parameter)
                 done += sizes[name]
                 if bar is not None:
                     bar.update(done // 10**6)
@@ -76,13 +91,33 @@ def load_weights(folder: Path, parameters: dict[str, Tensor], *, tied: dict[str,
     return done
 
 
-def _load(rows: "_Rows", name: str, parameter: Tensor, *, compare: bool) -> None:
+def _stored_shapes(
+    files: WeightFiles, parameters: dict[str, Tensor], tied: dict[str, str], vocabulary: Collection[str]
+) -> dict[str, tuple[int, ...]]:
+    """What the files should hold: the shapes of the parameters, with fewer rows where these may have grown."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    for name in vocabulary:
+        if name in files.tensors and files.tensors[name].shape:
+            shapes[name] = (min(files.tensors[name].shape[0], shapes[name][0]), *shapes[name][1:])
+    return shapes | {name: shapes[target] for name, target in tied.items()}
+
+
+def _local_rows(name: str, parameter: Tensor) -> tuple[Tensor, int, int]:
+    """This rank's part of a parameter, and its range of rows; a parameter without dimensions is one row."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if local.numel() == 0:
-        return
-    row = math.prod(parameter.shape[1:])
+    row = max(math.prod(parameter.shape[1:]), 1)
     start, stop = local_range(name, parameter)
-    stored = rows.read(name, start // row, stop // row)
+    return local, start // row, stop // row
+
+
+def _load(rows: "_Rows", name: str, parameter: Tensor, *, compare: bool) -> None:
+    local, start, stop = _local_rows(name, parameter)
+    stop = min(stop, rows.count(name))
+    if local.numel() == 0 or start >= stop:
+        return
+    stored = rows.read(name, start, stop)
+    if parameter.dim():
+        local = local[: stop - start]  # without the rows that the file lacks
     if compare:
         if not torch.equal(stored.to(local.device, local.dtype), local):
             raise RunError(
@@ -95,6 +130,33 @@ def _load(rows: "_Rows", name: str, parameter: Tensor, *, compare: bool) -> None
     low, high = torch.aminmax(local)
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
         raise RunError(f"{rows.file_of(name)}: {name} holds values that are not finite in {local.dtype}")
+
+
+def _fill_new_rows(rows: "_Rows", name: str, parameter: Tensor) -> None:
+    """Set the rows that the file lacks to the mean of its own. All ranks add the same numbers in the same order, so
+    that nothing is sent and nothing depends on their number."""
+    local, start, stop = _local_rows(name, parameter)
+    count = rows.count(name)
+    if stop > max(start, count) and local.numel():
+        local[max(start, count) - start :] = torch.from_numpy(np.asarray(_mean_row(rows, name))).to(local)
+    log.info(
+        "weights: rows %d to %d of %s are new, each the mean of the %d before",
+        count,
+        parameter.shape[0] - 1,
+        name,
+        count,
+    )
+
+
+def _mean_row(rows: "_Rows", name: str) -> np.ndarray:
+    """The mean of a stored tensor over its rows, in float64.
+
+    numpy adds whole rows one after the other here; torch's order may depend on the number of threads.
+    """
+    count, row_bytes = rows.count(name), rows.row_bytes(name)
+    step = max(_MEAN_BYTES // max(row_bytes, 1), 1)
+    parts = (rows.read(name, start, min(start + step, count)).double().numpy() for start in range(0, count, step))
+    return sum(part.sum(axis=0) for part in parts) / count
 
 
 def _num_bytes(files: WeightFiles, name: str) -> int:
@@ -123,6 +185,13 @@ class _Rows:
 
     def file_of(self, name: str) -> Path:
         return self._files.tensors[name].file
+
+    def count(self, name: str) -> int:
+        """Rows of a tensor; one without dimensions is one row."""
+        return (*self._files.tensors[name].shape, 1)[0]
+
+    def row_bytes(self, name: str) -> int:
+        return _num_bytes(self._files, name) // max(self.count(name), 1)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """(stop - start, ...) rows in the file's dtype, on the CPU: a view of the mapped file."""
