@@ -16,7 +16,9 @@ from configs.checkpoint import CheckpointConfig
 from configs.sft import SFTConfig
 from trainer.checkpoint import Checkpointer, read_state
 from trainer.checkpoint.agreement import agree
+from trainer.data.chat.build import chat_tools
 from trainer.data.loader import RowLoader
+from trainer.data.row import untracked
 from trainer.errors import RunError
 from trainer.hooks import Hook, HookContext
 from trainer.micro_batch import run_micro_batches
@@ -94,6 +96,7 @@ class Trainer:
             vocab_size=inputs.model_config.vocab_size,
             mesh=mesh,
             pin_memory=pin_memory,
+            chats=chat_tools(config, inputs.tokenizer, untracked),
         )
         self.resumed_from: Path | None = None
         self.resumed_metrics: Metrics = {}

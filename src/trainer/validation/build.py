@@ -3,11 +3,17 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from configs.errors import ConfigError
-from configs.validation import ValConfig, ValSetConfig
+from configs.validation import ValChatConfig, ValConfig, ValSetConfig
+from trainer.data.chat.build import ChatTools
 from trainer.parallel.mesh import Mesh
-from trainer.validation.packing import pack
-from trainer.validation.scoring import Task, Validation
+from trainer.validation.chat_task import ChatTask
+from trainer.validation.scoring import Validation
+from trainer.validation.set_task import KEY as SETS
+from trainer.validation.set_task import SetTask
+from trainer.validation.task import Task
 from trainer.validation.token_bytes import adds_leading_space, token_bytes
 from trainer.validation.token_set import TokenSet
 from trainer.validation.windows import LikelihoodSet
@@ -15,8 +21,6 @@ from trainer.validation.windows import LikelihoodSet
 if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerBase
-
-_SETS = "val.sets"
 
 
 def build_validation(
@@ -26,8 +30,9 @@ def build_validation(
     vocab_size: int,
     mesh: Mesh,
     pin_memory: bool,
+    chats: ChatTools | None = None,
 ) -> Validation | None:
-    """What scores the sets of `[val]`; None without that table.
+    """What scores the sets and conversations of `[val]`; None without that table.
 
     Args:
         config: the table.
@@ -35,22 +40,47 @@ def build_validation(
         vocab_size: ids the model knows.
         mesh: the ranks that share the work.
         pin_memory: batches go through pinned memory.
+        chats: what turns conversations into tokens; None when the run has no tokenizer.
 
     Raises:
-        ConfigError: a set is missing, damaged, of another tokenizer or without anything to score, or the tokenizer's
-            bytes cannot be counted.
+        ConfigError: a set or the conversations are missing, damaged, of another tokenizer or without anything to score,
+            or the bytes of a set's tokens cannot be counted.
     """
     if config is None:
         return None
+    tasks: list[Task] = []
+    if config.data is not None:
+        tasks.append(_build_chats(config.data, chats, vocab_size))
+    if config.sets:
+        tasks += _build_sets(config, tokenizer, vocab_size, mesh.device)
+    return Validation(tasks=tasks, mesh=mesh, pin_memory=pin_memory)
+
+
+def _build_chats(config: ValChatConfig, chats: ChatTools | None, vocab_size: int) -> ChatTask:
+    if chats is None:
+        raise ConfigError.one("tokenizer.name", "the conversations of val.data need a tokenizer with a chat template")
+    from trainer.data.chat.build import build_val_chats
+
+    source = build_val_chats(config, chats, vocab_size=vocab_size)
+    return ChatTask(source, rows_per_forward=config.micro_batch_size)
+
+
+def _build_sets(
+    config: ValConfig, tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int, device: torch.device
+) -> list[SetTask]:
     if tokenizer is None:
         raise ConfigError.one("tokenizer.name", "held-out sets are scored per byte, which takes the tokenizer")
-    byte_counts = token_bytes(tokenizer, vocab_size)
-    prefix_id = _prefix_id(tokenizer, byte_counts) if config.context == "prefix" else None
+    counts = token_bytes(tokenizer, vocab_size)
+    byte_counts = torch.from_numpy(counts).to(device)
+    prefix_id = _prefix_id(tokenizer, counts) if config.context == "prefix" else None
     tasks = []
     for entry in config.sets:
         set_ = _build_set(_locate(entry, config.data_dir), tokenizer, vocab_size, prefix_id)
-        tasks += [_build_task(set_, seq_len, config.micro_batch_tokens) for seq_len in config.seq_lens]
-    return Validation(tasks=tasks, byte_counts=byte_counts, mesh=mesh, pin_memory=pin_memory)
+        for seq_len in config.seq_lens:
+            tasks.append(
+                SetTask(set_, seq_len=seq_len, micro_batch_tokens=config.micro_batch_tokens, byte_counts=byte_counts)
+            )
+    return tasks
 
 
 def _prefix_id(tokenizer: "PreTrainedTokenizerBase", byte_counts: "np.ndarray") -> int:
@@ -92,22 +122,9 @@ def _kind(path: Path) -> Literal["tokens"]:
     """How a set is stored."""
     if path.suffix == ".ds" or any(path.glob("*.ds")):
         return "tokens"
-    raise ConfigError.one(_SETS, f"{path} is not a folder of token shards (*.ds)")
+    raise ConfigError.one(SETS, f"{path} is not a folder of token shards (*.ds)")
 
 
 def _special_id(tokenizer: "PreTrainedTokenizerBase", name: str) -> int | None:
     id_ = getattr(tokenizer, name)
     return id_ if isinstance(id_, int) else None
-
-
-def _build_task(set_: LikelihoodSet, seq_len: int, micro_batch_tokens: int) -> Task:
-    windows = set_.windows(seq_len)
-    if not len(windows.starts):
-        raise ConfigError.one(_SETS, f"no document of {set_.name} is long enough to be scored")
-    return Task(
-        set=set_,
-        seq_len=seq_len,
-        windows=windows,
-        rows=pack(windows.num_inputs, seq_len),
-        rows_per_forward=micro_batch_tokens // seq_len,
-    )

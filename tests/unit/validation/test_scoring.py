@@ -17,7 +17,7 @@ from trainer.data.shards import TokenPool
 from trainer.errors import RunError
 from trainer.tokenizer import load_tokenizer
 from trainer.validation import Validation, build_validation
-from trainer.validation.scoring import length_name
+from trainer.validation.set_task import length_name
 from trainer.validation.token_bytes import token_bytes
 
 VOCAB = 384
@@ -198,7 +198,7 @@ def test_documents_too_short_to_score_are_counted(
 ) -> None:
     folder = write_shard([[0], [40, 0], [0]])
     assert build(folder).notes == [
-        "val/set@16: 1 windows of 3 documents in 1 rows, 1 forward passes per rank; 2 documents are too short to score"
+        "val/set@16: 1 windows of 3 documents in 1 rows (2 documents are too short to score), 1 forward passes per rank"
     ]
     assert build(folder, context="prefix").notes == [
         "val/set@16: 3 windows of 3 documents in 1 rows, 1 forward passes per rank"
