@@ -101,19 +101,6 @@ def test_the_tokenizer_is_the_models_unless_another_is_given(
     assert its_own is not None and its_own.name_or_path == config.tokenizer_name == str(tmp_path / "hf")
 
 
-def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows(
-    tmp_path, save_model, tiny_tokenizer, run_config, faults
-):
-    save_model(vocab_size=299)
-    found = faults(tokenizer={"name": str(tiny_tokenizer)})
-    assert found == {
-        "tokenizer.name": f"the tokenizer of {tiny_tokenizer} has 300 ids, more than the 299 rows of "
-        f"{tmp_path / 'hf'}'s embedding: enlarging it is not implemented, give the model's own tokenizer"
-    }
-    save_model(vocab_size=300)
-    assert prepare(run_config(tokenizer={"name": str(tiny_tokenizer)})).model_config.vocab_size == 300
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
