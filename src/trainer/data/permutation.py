@@ -13,6 +13,10 @@ import numpy as np
 
 _ROUNDS = 8
 _MAX_SIZE = 1 << 62
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""2^64 over the golden ratio: its multiples spread neighbouring groups over all keys."""
+
+_Modulus = np.uint64 | np.ndarray
 
 
 def derive_key(*parts: int | str, size: int = 16) -> bytes:
@@ -45,23 +49,59 @@ class KeyedPermutation:
         values = np.asarray(indices).astype(np.uint64)
         if values.size and int(values.max()) >= self._size:
             raise IndexError(f"index {int(values.max())} in a permutation of {self._size} elements")
-        flat = self._encrypt(values.reshape(-1))
+        flat = _encrypt(values.reshape(-1), self._moduli, self._round_keys)
         outside = np.flatnonzero(flat >= self._size)
         while outside.size:
-            flat[outside] = self._encrypt(flat[outside])
+            flat[outside] = _encrypt(flat[outside], self._moduli, self._round_keys)
             outside = outside[flat[outside] >= self._size]
         return flat.astype(np.int64).reshape(values.shape)
 
-    def _encrypt(self, values: np.ndarray) -> np.ndarray:
-        left_size, right_size = self._moduli
-        left, right = values // right_size, values % right_size
-        for turn in range(0, _ROUNDS, 2):
-            left = (left + _mix(right, self._round_keys[turn]) % left_size) % left_size
-            right = (right + _mix(left, self._round_keys[turn + 1]) % right_size) % right_size
-        return left * right_size + right
+
+class KeyedPermutations:
+    """A bijection of 0..size-1 for each of many groups, none like another, fixed by the key; evaluated where asked."""
+
+    def __init__(self, sizes: np.ndarray, *key: int | str) -> None:
+        """Args:
+        sizes: (groups,) elements of each group, at least 1.
+        key: what the orders depend on.
+        """
+        self._sizes = sizes.astype(np.uint64)
+        self._left = np.ceil(np.sqrt(sizes)).astype(np.uint64)  # a rounding error costs no bijection, only speed
+        self._right = (self._sizes + self._left - np.uint64(1)) // self._left
+        self._round_keys = np.frombuffer(derive_key(*key, size=8 * _ROUNDS), "<u8")[:, None]
+
+    def __call__(self, groups: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        """Images, (n,) int64, of the elements `indices` (n,) of the groups `groups` (n,)."""
+        values, sizes = indices.astype(np.uint64), self._sizes[groups]
+        if (values >= sizes).any():
+            raise IndexError("an index beyond the size of its group")
+        moduli = (self._left[groups], self._right[groups])
+        round_keys = self._round_keys + groups.astype(np.uint64) * _GOLDEN
+        values = _encrypt(values, moduli, round_keys)
+        outside = np.flatnonzero(values >= sizes)
+        while outside.size:
+            left, right = moduli
+            values[outside] = _encrypt(values[outside], (left[outside], right[outside]), round_keys[:, outside])
+            outside = outside[values[outside] >= sizes[outside]]
+        return values.astype(np.int64)
 
 
-def _mix(values: np.ndarray, key: np.uint64) -> np.ndarray:
+def _encrypt(values: np.ndarray, moduli: tuple[_Modulus, _Modulus], round_keys: np.ndarray) -> np.ndarray:
+    """One pass of the network over values (n,) uint64 below the product of the moduli.
+
+    Args:
+        moduli: a and b, for all values or (n,) each.
+        round_keys: (rounds,) uint64, or (rounds, n).
+    """
+    left_size, right_size = moduli
+    left, right = values // right_size, values % right_size
+    for turn in range(0, _ROUNDS, 2):
+        left = (left + _mix(right, round_keys[turn]) % left_size) % left_size
+        right = (right + _mix(left, round_keys[turn + 1]) % right_size) % right_size
+    return left * right_size + right
+
+
+def _mix(values: np.ndarray, key: np.uint64 | np.ndarray) -> np.ndarray:
     """A 64-bit hash of uint64 values: two passes of the splitmix64 finaliser (Steele, Lea, Flood, 2014)."""
     mixed = values
     for _ in range(2):

@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from trainer.data.permutation import KeyedPermutation, derive_int, derive_key
+from trainer.data.permutation import KeyedPermutation, KeyedPermutations, derive_int, derive_key
 
 SIZES = [*range(1, 70), 97, 127, 128, 129, 255, 256, 257, 997, 1023, 1024, 1025, 4095, 4097, 10007, 65535, 65537]
 
@@ -89,3 +89,43 @@ def test_out_of_range() -> None:
 def test_keys_depend_on_every_part() -> None:
     assert len({derive_int("a", 1), derive_int("a", 2), derive_int("b", 1), derive_int("a", "1"), derive_int("a")}) == 5
     assert len(derive_key("a", size=64)) == 64
+
+
+def test_groups_have_bijections_of_their_own() -> None:
+    """Every size, and groups of one size, each their own order; the same one at a time as all at once."""
+    sizes = np.array([*SIZES, 50, 50, 50])
+    permutations = KeyedPermutations(sizes, "t", 0)
+    orders = []
+    for group, size in enumerate(sizes.tolist()):
+        images = permutations(np.full(size, group), np.arange(size))
+        assert np.array_equal(np.sort(images), np.arange(size)), size
+        orders.append(tuple(images.tolist()))
+    assert len(set(orders[-3:])) == 3
+    groups = np.arange(len(sizes)).repeat(sizes)
+    indices = np.concatenate([np.arange(size) for size in sizes])
+    assert permutations(groups, indices).tolist() == [image for order in orders for image in order]
+    assert KeyedPermutations(sizes, "t", 1)(groups, indices).tolist() != permutations(groups, indices).tolist()
+
+
+def test_group_values_are_pinned() -> None:
+    """Another version of the code must not deal another order to a resumed run."""
+    permutations = KeyedPermutations(np.array([1, 10, 10]), "deal", 0, 0)
+    images = permutations(np.array([0, *[1] * 10, *[2] * 10]), np.array([0, *range(10), *range(10)]))
+    assert images.tolist() == [0, 8, 0, 2, 1, 7, 9, 6, 3, 4, 5, 6, 3, 8, 4, 5, 9, 1, 0, 2, 7]
+
+
+@pytest.mark.parametrize("size", [10, 64])
+def test_every_place_of_every_group_gets_every_element_equally_often(size: int) -> None:
+    groups, table = 3000, np.zeros((size, size))
+    permutations = KeyedPermutations(np.full(groups, size), "chi")
+    images = permutations(np.arange(groups).repeat(size), np.tile(np.arange(size), groups))
+    np.add.at(table, (np.tile(np.arange(size), groups), images), 1)
+    expected = groups / size
+    chi_square = float(((table - expected) ** 2 / expected).sum())
+    degrees = (size - 1) ** 2
+    assert abs(chi_square - degrees) < 5 * np.sqrt(2 * degrees)
+
+
+def test_out_of_range_of_a_group() -> None:
+    with pytest.raises(IndexError, match="beyond the size of its group"):
+        KeyedPermutations(np.array([5, 3]), "t")(np.array([0, 1]), np.array([4, 3]))
