@@ -1,0 +1,191 @@
+"""One message, one tool: from the forms that data has to the one that templates get.
+
+Where a form is not known the data is refused. A message that is passed on half understood would train something else
+than what was written, and nobody would see it.
+"""
+
+from typing import Any, Literal
+
+import orjson
+
+from trainer.data.chat.sample import ChatError
+from trainer.text import listed
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which templates read the reasoning of an assistant message."""
+
+_KNOWN_ROLES = frozenset(ROLES)
+_PLAIN = frozenset({"role", "content"})
+_ROLE_HINTS = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function": "tool",
+    "ipython": "tool",
+}
+
+
+def read_message(message: Any) -> tuple[dict[str, Any], bool | None]:
+    """The message as templates get it, and whether it is to carry loss, where its `train` or `weight` says so.
+
+    Raises:
+        ChatError: it has no known form.
+    """
+    if not isinstance(message, dict):
+        raise ChatError(f"is {describe(message)}, not an object with role and content")
+    role, content = message.get("role"), message.get("content")
+    if type(role) is not str or role not in _KNOWN_ROLES:
+        raise _bad_role(message)
+    if message.keys() == _PLAIN and type(content) is str:
+        # Most messages of most data: nothing to change, so nothing is copied.
+        return message, None
+    wish = _wish(message)
+    read = {key: value for key, value in message.items() if value is not None and key not in ("train", "weight")}
+    read["content"] = _read_content(content)
+    reasoning = read.get("reasoning_content")
+    if reasoning is not None and not isinstance(reasoning, str):
+        raise ChatError(f"has {describe(reasoning)} as reasoning_content, not text")
+    if "function_call" in read:
+        raise ChatError("has a function_call; write it as tool_calls")
+    if "tool_calls" in read:
+        calls = _read_calls(read.pop("tool_calls"))
+        if calls and role != "assistant":
+            raise ChatError(f"has tool_calls, but its role is {role}")
+        # Some templates ask whether there is such a key, not whether there is a call.
+        if calls:
+            read["tool_calls"] = calls
+    return read, wish
+
+
+def is_empty_answer(message: dict[str, Any]) -> bool:
+    """Of a message of `read_message`: an assistant's that says nothing."""
+    return (
+        message["role"] == "assistant"
+        and not message["content"]
+        and "tool_calls" not in message
+        and not any(message.get(key) for key in REASONING)
+    )
+
+
+def read_tool(tool: Any) -> dict[str, Any]:
+    """The description of a tool in OpenAI's form, which templates expect: a flat one is put under `function`.
+
+    Raises:
+        ChatError: it has no known form.
+    """
+    tool = from_json(tool, "a tool") if isinstance(tool, str) else tool
+    if not isinstance(tool, dict):
+        raise ChatError(f"a tool is {describe(tool)}, not an object")
+    function = tool.get("function")
+    if function is None:
+        if not isinstance(tool.get("name"), str):
+            raise ChatError('a tool has neither name nor function; write {"name", "description", "parameters"}')
+        function, tool = {key: value for key, value in tool.items() if key != "type"}, {"type": "function"}
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ChatError("the function of a tool is no object with a name")
+    if isinstance(function.get("parameters"), str):
+        parameters = from_json(function["parameters"], f"the parameters of tool {function['name']!r}")
+        function = {**function, "parameters": parameters}
+    return {**tool, "function": function}
+
+
+def from_json(text: str, what: str) -> Any:
+    """What the JSON text says.
+
+    Raises:
+        ChatError: it is no JSON.
+    """
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ChatError(f"{what} cannot be read as JSON: {error.msg} at character {error.pos + 1}") from None
+
+
+def describe(value: Any) -> str:
+    """The kind of a JSON value, with its article."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    kinds = {dict: "an object", list: "a list", str: "text", int: "a number", float: "a number", type(None): "null"}
+    return kinds.get(type(value), f"a {type(value).__name__}")
+
+
+def _bad_role(message: dict[str, Any]) -> ChatError:
+    role = message.get("role")
+    if role is None and message.get("from") is not None and "value" in message:
+        return ChatError(
+            "has from and value (ShareGPT's form); rename them to role (human: user, gpt: assistant) and content"
+        )
+    if role is None:
+        keys = listed([repr(key) for key in message]) or "none"
+        return ChatError(f"has no role; its keys are {keys}")
+    if not isinstance(role, str):
+        return ChatError(f"has {describe(role)} as its role, not text")
+    hint = f" ({_ROLE_HINTS[role]!r} here)" if role in _ROLE_HINTS else ""
+    return ChatError(f"has the unknown role {role[:80]!r}{hint}; roles are {', '.join(ROLES)}")
+
+
+def _wish(message: dict[str, Any]) -> bool | None:
+    wishes = {key: message[key] for key in ("train", "weight") if message.get(key) is not None}
+    for key, value in wishes.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise ChatError(f"has {str(value)[:80]!r} as its {key}; 0 and 1 are possible")
+    if len({bool(value) for value in wishes.values()}) > 1:
+        raise ChatError("has a train and a weight that contradict each other")
+    return bool(next(iter(wishes.values()))) if wishes else None
+
+
+def _read_content(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ChatError(f"has {describe(content)} as its content, not text; write it as a JSON string")
+    texts = []
+    for part in content:
+        kind: Any = part.get("type") if isinstance(part, dict) else describe(part)
+        text = part.get("text") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(text, str):
+            what = "without text" if kind == "text" else f"of type {str(kind)[:80]!r}"
+            raise ChatError(f'has a part {what} in its content; only {{"type": "text", "text": ...}} can be trained on')
+        texts.append(text)
+    return "".join(texts)
+
+
+def _read_calls(calls: Any) -> list[dict[str, Any]]:
+    calls = from_json(calls, "its tool_calls") if isinstance(calls, str) else calls
+    if not isinstance(calls, list):
+        raise ChatError(f"has {describe(calls)} as its tool_calls, not a list")
+    return [_read_call(call) for call in calls]
+
+
+def _read_call(call: Any) -> dict[str, Any]:
+    """`{"name", "arguments"}`, alone or under `function`, to `{"id", "type", "function": {"name", "arguments"}}`."""
+    if not isinstance(call, dict):
+        raise ChatError(f"has a tool call that is {describe(call)}, not an object")
+    call = {key: value for key, value in call.items() if value is not None}
+    if "function" in call:
+        outer, function = call, call["function"]
+        if not isinstance(function, dict):
+            raise ChatError(f"has a tool call whose function is {describe(function)}, not an object")
+    else:
+        outer = {key: call[key] for key in ("id", "type") if key in call}
+        function = {key: value for key, value in call.items() if key not in outer}
+    name = function.get("name")
+    if not isinstance(name, str):
+        raise ChatError("has a tool call without the name of a function")
+    arguments: Any = function.get("arguments")
+    if arguments is None and "parameters" in function:
+        raise ChatError(f"has a call of {name!r} with parameters; arguments is the key for them")
+    if isinstance(arguments, str):
+        # Calls without arguments are often written as the empty text.
+        arguments = from_json(arguments, f"the arguments of its call of {name!r}") if arguments else {}
+    if not isinstance(arguments, dict | None):
+        raise ChatError(f"has {describe(arguments)} as the arguments of its call of {name!r}, not an object")
+    rest = {key: value for key, value in function.items() if value is not None and key not in ("name", "arguments")}
+    identity: dict[str, Any] = {"id": outer["id"]} if "id" in outer else {}
+    others = {key: value for key, value in outer.items() if key not in ("id", "type", "function")}
+    kind: Literal["function"] | Any = outer.get("type", "function")
+    return {**identity, "type": kind, "function": {"name": name, "arguments": arguments or {}, **rest}, **others}
