@@ -8,8 +8,6 @@ from trainer.command import run_command, warn
 
 if TYPE_CHECKING:
     from configs.inspect import InspectConfig
-    from trainer.data.row import RowSource
-    from trainer.inspect.counts import Counts
 
 
 def main() -> None:
@@ -36,32 +34,27 @@ def _config_class() -> type["InspectConfig"]:
 def _start(config: "InspectConfig") -> int:
     # Everything here imports torch or transformers.
     from trainer.data.row import untracked
-    from trainer.inspect.inputs import counted_epoch, load_inputs, plan_of
+    from trainer.inspect.findings import gather
     from trainer.inspect.render import Style, render_selection
     from trainer.inspect.report import document, render_counts, render_plan
-    from trainer.inspect.rows import select_rows
     from trainer.inspect.token_text import TokenText
     from trainer.progress import ProgressBars, has_colours
 
     with ProgressBars() as bars:  # a bar on stdout would be no JSON
-        inputs = load_inputs(config, untracked if config.json else bars.track)
-    source, texts = inputs.source, TokenText(inputs.tokenizer)
-    plan = plan_of(config, source)
-    selection = select_rows(config, source)
-    epoch = counted_epoch(config, source)
+        findings = gather(config, untracked if config.json else bars.track)
+    texts = TokenText(findings.tokenizer)
     if config.json:
-        counts = _count(config, source, epoch)
-        print(json.dumps(document(selection, texts, source=source, counts=counts, plan=plan)))
+        print(json.dumps(document(findings, texts)))
         return 0
-    _print(f"data: {source.description}")
-    if plan is not None:
-        _print(render_plan(plan))
-    for text in render_selection(selection, texts, Style(colours=has_colours(sys.stdout)), table=config.table):
+    _print(f"data: {findings.source.description}")
+    if findings.plan is not None:
+        _print(render_plan(findings.plan))
+    style = Style(colours=has_colours(sys.stdout))
+    for text in render_selection(findings.selection, texts, style, table=config.table):
         _print(text)
-    counts = _count(config, source, epoch)
-    if counts is not None:
+    if findings.counts is not None:
         _print("")
-        for text in render_counts(counts):
+        for text in render_counts(findings.counts):
             _print(text)
     return 0
 
@@ -70,14 +63,3 @@ def _print(text: str) -> None:
     """To stdout, whatever letters its encoding lacks."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding))
-
-
-def _count(config: "InspectConfig", source: "RowSource", epoch: int) -> "Counts | None":
-    from trainer.data.row import untracked
-    from trainer.inspect.counts import count
-    from trainer.progress import ProgressBars
-
-    if not config.counts:
-        return None
-    with ProgressBars() as bars:  # a bar on stdout would be no JSON
-        return count(source, epoch=epoch, scan=config.scan, track=untracked if config.json else bars.track)

@@ -5,10 +5,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from configs.safe_text import one_line
-from trainer.data.row import RowSource
 from trainer.inspect.counts import Counts, Lengths
+from trainer.inspect.findings import Findings
 from trainer.inspect.render import row_states
-from trainer.inspect.rows import Selection, ShownRow
+from trainer.inspect.rows import ShownRow
 from trainer.inspect.token_text import TokenText
 
 if TYPE_CHECKING:
@@ -48,13 +48,12 @@ def render_plan(plan: "Plan") -> str:
     )
 
 
-def document(
-    selection: Selection, texts: TokenText, *, source: RowSource, counts: Counts | None, plan: "Plan | None"
-) -> dict[str, Any]:
+def document(findings: Findings, texts: TokenText) -> dict[str, Any]:
     """All that is shown, for `json.dumps`."""
+    selection, plan, counts = findings.selection, findings.plan, findings.counts
     return {
-        "data": source.description,
-        "seq_len": source.seq_len,
+        "data": findings.source.description,
+        "seq_len": findings.source.seq_len,
         "step": selection.step,
         "digest": selection.digest,
         "rows": [_row(row, texts) for row in selection.rows],

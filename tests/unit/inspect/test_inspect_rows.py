@@ -136,7 +136,7 @@ def test_faults_are_those_of_a_config(
 
 def test_tokens_need_their_tokenizer_and_fake_ids_a_bound(inspect: Callable, tiny_shards: Path) -> None:
     answer = inspect("--data.type", "tokens", "--data.paths", tiny_shards)
-    assert (answer.code, answer.err) == (2, "tokenizer.name: data of type tokens needs the tokenizer that wrote it\n")
+    assert (answer.code, answer.err) == (2, "tokenizer.name: data of type tokens needs a tokenizer\n")
     answer = inspect("--data.type", "fake")
     assert answer.code == 2
     assert answer.err.startswith("vocab_size: is missing")
