@@ -32,7 +32,14 @@ class ValChatConfig(ChatConfig):
     """Rows per rank and forward pass. No result depends on it."""
 
     batch_size: int = Field(default=128, ge=1)
-    """For tables copied from `[data]`: a round scores all samples, so nothing depends on it."""
+    """For tables copied from `[data]`, as `shuffle` and `seed`: a round scores all samples, so nothing depends on
+    them."""
+
+    shuffle: bool = False
+    """Changes nothing."""
+
+    seed: int = Field(default=0, ge=0)
+    """Changes nothing."""
 
 
 class ValConfig(BaseConfig):
