@@ -14,7 +14,7 @@ from models.batch import Batch
 from models.counts import MatrixShapes
 from models.dense.checks import refuse_unsupported
 from models.dense.layout import DenseLayout, dense_layout
-from models.layers.attention import Attention, AttentionForm, SequenceContext
+from models.layers.attention import Attention, SequenceContext
 from models.layers.block import DecoderBlock
 from models.layers.lm_head import LMHead
 from models.layers.mlp import SwiGLU
@@ -71,12 +71,7 @@ class DenseDecoder(nn.Module):
         hidden = self.embed_tokens(batch.input_ids)
         context = SequenceContext(batch, attn=self.attn, rope=self.rope, dtype=hidden.dtype)
         if self.compiled:
-            context.mark_dynamic()
-        if self.fullgraph and context.form is AttentionForm.SEGMENTS:
-            raise ValueError(
-                'model.compile.fullgraph does not go with attn = "sdpa" on packed documents: its loop over documents '
-                'cannot be part of a graph; use attn = "varlen", rows of one document, or fullgraph = false'
-            )
+            context.prepare_compiled(self.fullgraph)
         for block in self.layers:
             hidden = block(hidden, context)
         return self.norm(hidden)

@@ -1,4 +1,4 @@
-"""Causal attention inside documents, and the sequence context that blocks read.
+"""Causal attention inside documents, and the context of a batch that blocks read.
 
 Three forms, all exact at document borders because a query never meets a key of another document:
 
@@ -36,20 +36,19 @@ class AttentionForm(StrEnum):
 _VARLEN_WANTS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-class SequenceContext:
-    """What every block reads of a batch besides the hidden states: RoPE table and document borders.
+class DocumentContext:
+    """What attention reads of a batch: the document borders, and the form.
 
     A plain class on purpose. FSDP casts the float tensors it finds in the arguments of a wrapped block, dataclasses
-    included, which would round the RoPE table to bf16; and torch.compile guards every field of a frozen dataclass,
+    included, which would round a RoPE table to bf16; and torch.compile guards every field of a frozen dataclass,
     the ones that differ between batches too, but only the attributes in use of a plain object.
     """
 
-    def __init__(self, batch: Batch, *, attn: str, rope: Rope, dtype: torch.dtype) -> None:
+    def __init__(self, batch: Batch, *, attn: str, dtype: torch.dtype) -> None:
         """
         Args:
             batch: on the device of the model.
             attn: "sdpa" or "varlen".
-            rope: what the table is made of.
             dtype: of the hidden states.
 
         Raises:
@@ -71,14 +70,40 @@ class SequenceContext:
         else:
             self.form = AttentionForm.SEGMENTS
             self.lengths = segments.host_cu_seqlens.diff().tolist()  # host numbers: no device sync
-        phase_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self.cos, self.sin = rope_table(batch.position_ids, rope, phase_dtype)
 
-    def mark_dynamic(self) -> None:
-        """Tell torch.compile that the number of documents and the longest length vary, so it keeps them symbolic."""
+    def prepare_compiled(self, fullgraph: bool) -> None:
+        """Tell torch.compile that the number of documents and the longest length vary, so it keeps them symbolic.
+
+        Raises:
+            ValueError: the form cannot be part of a whole graph.
+        """
         if self.form is AttentionForm.VARLEN:
             torch._dynamo.mark_dynamic(self.cu_seqlens, 0)
             torch._dynamo.mark_dynamic(self.max_seqlen_carrier, 0)
+        if fullgraph and self.form is AttentionForm.SEGMENTS:
+            raise ValueError(
+                'model.compile.fullgraph does not go with attn = "sdpa" on packed documents: its loop over documents '
+                'cannot be part of a graph; use attn = "varlen", rows of one document, or fullgraph = false'
+            )
+
+
+class SequenceContext(DocumentContext):
+    """What every block of ours reads of a batch besides the hidden states: document borders and RoPE table."""
+
+    def __init__(self, batch: Batch, *, attn: str, rope: Rope, dtype: torch.dtype) -> None:
+        """
+        Args:
+            batch: on the device of the model.
+            attn: "sdpa" or "varlen".
+            rope: what the table is made of.
+            dtype: of the hidden states.
+
+        Raises:
+            ValueError: `attn` cannot run on this device or dtype.
+        """
+        super().__init__(batch, attn=attn, dtype=dtype)
+        phase_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.cos, self.sin = rope_table(batch.position_ids, rope, phase_dtype)
 
 
 class Attention(nn.Module):
@@ -130,10 +155,12 @@ class Attention(nn.Module):
         if self.rotate:
             query = apply_rope(query, context.cos, context.sin)
             key = apply_rope(key, context.cos, context.sin)
-        return self.o_proj(_attend(query, key, value, context).flatten(2))
+        return self.o_proj(attend(query, key, value, context).flatten(2))
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, context: DocumentContext, *, scale: float | None = None
+) -> Tensor:
     """Causal attention inside documents.
 
     Args:
@@ -141,21 +168,22 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, context: SequenceContext)
         key: (rows, seq_len, kv heads, head_dim)
         value: likewise.
         context: of the batch.
+        scale: factor of the scores; None is head_dim ** -0.5.
 
     Returns:
         (rows, seq_len, heads, head_dim)
     """
     if context.form == AttentionForm.ROWS:
-        return _causal_sdpa(query, key, value)
+        return _causal_sdpa(query, key, value, scale)
     flat = (query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1))
     if context.form == AttentionForm.VARLEN:
-        attended = _varlen(*flat, context.cu_seqlens, context.max_seqlen_carrier.size(0))
+        attended = _varlen(*flat, context.cu_seqlens, context.max_seqlen_carrier.size(0), scale)
     else:
-        attended = _attend_segments(*flat, context)  # pyright: ignore[reportCallIssue]: torch types disable() loosely
+        attended = _attend_segments(*flat, context, scale)  # pyright: ignore[reportCallIssue]: disable() is loose
     return attended.view(query.shape)
 
 
-def _causal_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _causal_sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """Causal attention of (rows, seq_len, heads, head_dim) along seq_len."""
     groups = query.size(2) // key.size(2)
     if query.is_cuda and query.dtype == torch.float32 and groups > 1:
@@ -163,27 +191,40 @@ def _causal_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         key, value = key.repeat_interleave(groups, 2), value.repeat_interleave(groups, 2)
         groups = 1
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=groups > 1)
+    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=groups > 1)
     return attended.transpose(1, 2)
 
 
 # Compiled, the loop would be unrolled for the lengths of one batch and compiled again for those of the next.
 @torch.compiler.disable
-def _attend_segments(query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
+def _attend_segments(
+    query: Tensor, key: Tensor, value: Tensor, context: DocumentContext, scale: float | None
+) -> Tensor:
     """Causal attention of (tokens, heads, head_dim), one call per document."""
     # split, not slices: the backward of a slice writes a zero-padded tensor of the whole length, per document.
     documents = zip(*(heads.split(context.lengths) for heads in (query, key, value)), strict=True)
-    return torch.cat([_causal_sdpa(q[None], k[None], v[None])[0] for q, k, v in documents])
+    return torch.cat([_causal_sdpa(q[None], k[None], v[None], scale)[0] for q, k, v in documents])
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None
+) -> Tensor:
     """Causal attention of (tokens, heads, head_dim) inside cu_seqlens; empty documents at its end are allowed."""
     options: dict[str, Any] = {"enable_gqa": True} if _VARLEN_WANTS_GQA_FLAG else {}
     # Flash attention has a deterministic backward and obeys the global flag; of cuDNN's that is not documented.
     deterministic = torch.are_deterministic_algorithms_enabled()
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if deterministic else nullcontext():
         attended = varlen_attn(
-            query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=(-1, 0), **options
+            query,
+            key,
+            value,
+            cu_seqlens,
+            cu_seqlens,
+            max_seqlen,
+            max_seqlen,
+            scale=scale,
+            window_size=(-1, 0),
+            **options,
         )
     assert isinstance(attended, Tensor)  # a pair only when the log-sum-exp is asked for
     return attended

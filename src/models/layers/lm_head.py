@@ -22,8 +22,19 @@ _MIN_CHUNK_TOKENS = 256
 class LMHead(nn.Module):
     """Head of a language model, without bias. Tied: it holds no weight and is given the embedding's."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, *, tied: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, hidden_size: int, vocab_size: int, *, tied: bool, dtype: torch.dtype, logit_scale: float = 1.0
+    ) -> None:
+        """
+        Args:
+            hidden_size: width of the hidden states.
+            vocab_size: ids.
+            tied: there is no weight of its own.
+            dtype: of the weight.
+            logit_scale: factor of the logits.
+        """
         super().__init__()
+        self.logit_scale = logit_scale
         self.weight: nn.Parameter | None
         weight = None if tied else nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype))
         self.register_parameter("weight", weight)
@@ -49,7 +60,12 @@ class LMHead(nn.Module):
             loss (), nats (rows, seq_len), greedy hits (rows, seq_len) or None.
         """
         loss, nats, hits = linear_cross_entropy(
-            hidden.flatten(0, 1), self._weight(tied_weight), labels.flatten(), loss_scale=loss_scale, greedy=greedy
+            hidden.flatten(0, 1),
+            self._weight(tied_weight),
+            labels.flatten(),
+            loss_scale=loss_scale,
+            logit_scale=self.logit_scale,
+            greedy=greedy,
         )
         return loss, nats.view(labels.shape), None if hits is None else hits.view(labels.shape)
 
@@ -57,7 +73,7 @@ class LMHead(nn.Module):
         """(rows, seq_len, hidden_size) -> (rows, seq_len, vocab_size) in fp32 (fp64 for fp64 inputs), all at once."""
         weight = self._weight(tied_weight)
         wide = _wide_dtype(hidden)
-        return hidden.to(wide) @ weight.to(wide).T
+        return (hidden.to(wide) @ weight.to(wide).T) * self.logit_scale
 
     def _weight(self, tied_weight: Tensor | None) -> Tensor:
         weight = self.weight if tied_weight is None else tied_weight
@@ -72,10 +88,11 @@ def linear_cross_entropy(
     labels: Tensor,
     *,
     loss_scale: Tensor | None = None,
+    logit_scale: float = 1.0,
     greedy: bool = False,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cross-entropy of `hidden @ weight.T` against `labels` without holding all logits.
+    """Cross-entropy of `logit_scale * hidden @ weight.T` against `labels` without holding all logits.
 
     Logits, losses and the accumulated gradient of the weight are fp32 (fp64 for fp64 inputs). No host sync.
 
@@ -84,6 +101,7 @@ def linear_cross_entropy(
         weight: (vocab_size, hidden_size), dtype of `hidden`.
         labels: (tokens,) int64; IGNORE_INDEX gives 0 nats and no gradient.
         loss_scale: () factor of the loss; None is 1.
+        logit_scale: factor of the logits.
         greedy: also say where the most likely id is the label.
         chunk_tokens: tokens per chunk; None picks it from the vocabulary.
 
@@ -96,7 +114,10 @@ def linear_cross_entropy(
         chunk_tokens = max(_MIN_CHUNK_TOKENS, _CHUNK_ELEMENTS // weight.size(0))
     if loss_scale is None:
         loss_scale = torch.ones((), dtype=_wide_dtype(hidden), device=hidden.device)
-    return _LinearCrossEntropy.apply(hidden, weight, labels, loss_scale, greedy, chunk_tokens, torch.is_grad_enabled())
+    grad_enabled = torch.is_grad_enabled()
+    return _LinearCrossEntropy.apply(
+        hidden, weight, labels, loss_scale, logit_scale, greedy, chunk_tokens, grad_enabled
+    )
 
 
 def _wide_dtype(hidden: Tensor) -> torch.dtype:
@@ -145,6 +166,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,  # (V, H)
         labels: Tensor,  # (T,)
         loss_scale: Tensor,  # ()
+        logit_scale: float,
         greedy: bool,
         chunk_tokens: int,
         grad_enabled: bool,  # inside a Function grad mode is always off, so the caller's is passed in
@@ -160,6 +182,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, labels.numel(), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits = products.logits(hidden[chunk])  # (t, V)
+            if logit_scale != 1:
+                logits.mul_(logit_scale)
             counted = labels[chunk] != IGNORE_INDEX
             targets = torch.where(counted, labels[chunk], 0)
             if hits is not None:
@@ -171,7 +195,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             nats[chunk] = torch.where(counted, sums.log() - target_logits, 0.0)
             if not (want_hidden or want_weight):
                 continue
-            factors = torch.where(counted, loss_scale, 0.0)  # (t,)
+            factors = torch.where(counted, loss_scale * logit_scale, 0.0)  # (t,)
             logits.mul_((factors / sums)[:, None])
             target_grads = (target_logits.exp() / sums - 1) * factors
             logits.scatter_(-1, targets[:, None], target_grads[:, None])
@@ -192,4 +216,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         grads = (None if grad is None or grad_loss is None else grad * grad_loss for grad in (grad_hidden, grad_weight))
-        return (*grads, None, None, None, None, None)
+        return (*grads, None, None, None, None, None, None)
