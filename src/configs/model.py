@@ -78,6 +78,9 @@ class LoRAConfig(BaseConfig):
     modules_to_save: list[str] = Field(default=[])
     """Modules that are trained whole beside the adapters, by the end of their names."""
 
+    seed: int = Field(default=0, ge=0)
+    """Seed of the adapters' first values and of their dropout."""
+
 
 class ModelConfig(BaseConfig):
     """`[model]`"""

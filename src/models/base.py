@@ -1,7 +1,8 @@
 """The interface that training code knows of a model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from models.batch import Batch
 from models.counts import MatrixShapes, ParameterCounts, count_parameters
 from models.layers.block import DecoderBlock
+from models.layers.dropout import DropoutKeys
 from models.layers.norm import RMSNorm
 
 
@@ -52,6 +54,12 @@ class CausalLM(nn.Module):
     exist at once. Embedding, final norm and head belong to the root's FSDP unit: a tied head reads the embedding.
     """
 
+    wrapped_names: Mapping[str, str] = MappingProxyType({})
+    """Names of parameters where a wrapper around their module shows in them, to the canonical ones."""
+
+    dropout: DropoutKeys | None = None
+    """Keys to draw before every training forward pass, in a model with dropout."""
+
     def forward(self, batch: Batch, loss_scale: Tensor | None = None, greedy: bool = False) -> LossOutput:
         """Loss of one micro-batch.
 
@@ -72,6 +80,10 @@ class CausalLM(nn.Module):
     def blocks(self) -> Sequence[DecoderBlock]:
         """The transformer blocks: units of compile, activation checkpointing and sharding."""
         raise NotImplementedError
+
+    def canonical_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters by the names that files and logs have for them, without a trace of wrappers."""
+        return {self.wrapped_names.get(name, name): parameter for name, parameter in self.named_parameters()}
 
     @property
     def vocabulary_matrices(self) -> Sequence[Tensor]:
@@ -141,12 +153,19 @@ class CausalLM(nn.Module):
         """Numbers of parameters; the rule of what an embedding is stands in models.counts."""
         return count_parameters(self)
 
+    @property
+    def num_frozen_products(self) -> int:
+        """Of the weights that a token is multiplied with, those that are frozen."""
+        matrices = [p for block in self.blocks for p in block.parameters() if p.dim() == 2]
+        return sum(p.numel() for p in [*matrices, self.vocabulary_matrices[-1]] if not p.requires_grad)
+
     def flops(self, num_tokens: int, attention_pairs: int) -> int:
         """FLOPs of the matrix products, forward and backward: output head in, embedding look-up out; attention over
         the pairs really attended. See MatrixShapes.flops."""
-        return self.matrix_shapes.flops(num_tokens, attention_pairs)
+        return self.matrix_shapes.flops(num_tokens, attention_pairs, frozen_params=self.num_frozen_products)
 
     def flops_6dn(self, num_tokens: int) -> int:
-        """6 D N, the usual estimate: N is the active parameters, output head in (tied or not), input table out."""
+        """6 D N, the usual estimate: N is the active parameters, output head in (tied or not), input table out. Frozen
+        matrices count 4: they get no gradient of their own."""
         active = self.count_parameters().num_active_non_embedding_params
-        return 6 * (active + self.matrix_shapes.head_params) * num_tokens
+        return (6 * (active + self.matrix_shapes.head_params) - 2 * self.num_frozen_products) * num_tokens

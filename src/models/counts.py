@@ -28,6 +28,9 @@ class ParameterCounts:
     num_active_non_embedding_params: int
     """Of the rest, those that one token passes through: all in a dense model, the routed experts' share in MoE."""
 
+    num_trainable_params: int
+    """Of all, those that training changes: with adapters (models.lora) these and what is trained whole."""
+
 
 class Countable(Protocol):
     """What counting needs of a model."""
@@ -50,6 +53,7 @@ def count_parameters(model: Countable) -> ParameterCounts:
         num_embedding_params=embedding,
         num_non_embedding_params=total - embedding,
         num_active_non_embedding_params=total - embedding - model.num_inactive_params,
+        num_trainable_params=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
     )
 
 
@@ -66,15 +70,17 @@ class MatrixShapes:
     attention_width: int
     """Sum over the layers with attention of query heads times head dimension."""
 
-    def flops(self, num_tokens: int, attention_pairs: int) -> int:
+    def flops(self, num_tokens: int, attention_pairs: int, *, frozen_params: int = 0) -> int:
         """FLOPs of the matrix products of one forward and backward pass, recomputation left out.
 
-        A product with n weights takes 2 n per token forward and 4 n backward. Attention takes, per query-key pair and
-        unit of attention width, 4 forward (scores, and the weighted sum of values) and twice that backward.
+        A product with n weights takes 2 n per token forward and 4 n backward: 2 n for the gradient of its input, 2 n
+        for that of the weights, which frozen ones do not have. Attention takes, per query-key pair and unit of
+        attention width, 4 forward (scores, and the weighted sum of values) and twice that backward.
 
         Args:
             num_tokens: positions computed, padding included.
             attention_pairs: query-key pairs really attended (Batch.attention_pairs).
+            frozen_params: of the weights of blocks and head, those without gradient.
         """
-        products = 6 * (self.block_params + self.head_params) * num_tokens
+        products = (6 * (self.block_params + self.head_params) - 2 * frozen_params) * num_tokens
         return products + 12 * self.attention_width * attention_pairs

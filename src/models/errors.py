@@ -1,4 +1,4 @@
-"""What is wrong with an architecture, at which of its fields."""
+"""What is wrong with an architecture or with adapters, at which of their fields."""
 
 
 class ArchError(ValueError):
@@ -8,4 +8,14 @@ class ArchError(ValueError):
         super().__init__(f"{key}: {message}" if key else message)
         self.key = key
         """Field of `model.arch`, or "" when it is about the whole."""
+        self.message = message
+
+
+class AdapterError(ValueError):
+    """Adapters that cannot be put into a model."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(f"{key}: {message}")
+        self.key = key
+        """Field of `model.lora`."""
         self.message = message

@@ -40,7 +40,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainer.progress", "trainer.perf", "trainer.run", "trainer.files", "trainer.locks"),
     ("trainer.text", "trainer.errors"),
     # networks
-    ("models.registry", "models.init"),
+    ("models.registry", "models.init", "models.lora"),
     ("models.dense",),
     ("models.base", "models.hf_config"),
     ("models.counts", "models.layers"),
