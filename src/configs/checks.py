@@ -6,7 +6,7 @@ They run when a command line is resolved, before anything is spawned; not when a
 from pathlib import Path
 
 from configs.checkpoint import ResumeConfig
-from configs.data import DataConfig, TokensDataConfig
+from configs.data import ChatConfig, DataConfig, TokensDataConfig, is_dataset_id
 from configs.errors import Fault
 from configs.launch import DeploymentConfig, RunConfig
 from configs.model import ModelConfig, is_hub_id
@@ -117,8 +117,12 @@ def check_folders(data: DataConfig, val: ValConfig | None) -> list[Fault]:
     faults = []
     if isinstance(data, TokensDataConfig):
         faults += [fault for path in data.paths for fault in _check_exists("data.paths", path)]
+    if isinstance(data, ChatConfig):
+        faults += _check_chats("data.name", data)
     if val is None:
         return faults
+    if val.data is not None:
+        faults += _check_chats("val.data.name", val.data)
     if val.data_dir is not None:
         faults += check_folder("val.data_dir", val.data_dir)
     for entry in val.sets:
@@ -127,6 +131,12 @@ def check_folders(data: DataConfig, val: ValConfig | None) -> list[Fault]:
         elif val.data_dir is not None and not check_folder("val.data_dir", val.data_dir):
             faults += _check_exists("val.sets", val.data_dir / entry)
     return faults
+
+
+def _check_chats(key: str, chats: ChatConfig) -> list[Fault]:
+    """What can only be a path is there; whether the hub has a dataset is found out when it is read."""
+    names = dict.fromkeys(part.name for part in chats.parts)
+    return [fault for name in names if not is_dataset_id(name) for fault in _check_exists(key, Path(name))]
 
 
 def _check_exists(key: str, path: Path) -> list[Fault]:

@@ -1,5 +1,6 @@
 """`[data]`: a union on `type`. Every type gives the same rows; see docs/data.md."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -7,6 +8,15 @@ from pydantic import Field
 
 from configs.base import BaseConfig
 from configs.errors import Fault
+from configs.model import is_hub_id
+
+_FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".txt", ".gz", ".zst", ".zip")
+_SUM_TOLERANCE = 1e-6
+
+
+def is_dataset_id(name: str) -> bool:
+    """Whether `name`, where no file or folder has it, can be a dataset's id on the Hugging Face hub."""
+    return is_hub_id(name) and not name.lower().endswith(_FILE_SUFFIXES)
 
 
 class RowsConfig(BaseConfig):
@@ -83,6 +93,15 @@ class LossMaskConfig(BaseConfig):
     """Results of tools."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChatPart:
+    """One part of the conversations: a file, a folder, or a split of a dataset."""
+
+    name: str
+    subset: str | None
+    split: str | None
+
+
 class ChatConfig(BaseConfig):
     """Which conversations, and what of them carries loss: the same for training and validation."""
 
@@ -115,6 +134,34 @@ class ChatConfig(BaseConfig):
     cache_workers: int | None = Field(default=None, ge=1)
     """Processes that tokenise. Unset: one per CPU core."""
 
+    @property
+    def parts(self) -> list[ChatPart]:
+        """The parts in their order."""
+        columns = [self._names, self.subsets or [None], self.splits or [None]]
+        num_parts = max(map(len, columns))
+        names, subsets, splits = (column * num_parts if len(column) == 1 else column for column in columns)
+        return [
+            ChatPart(name=str(name), subset=subset, split=split)
+            for name, subset, split in zip(names, subsets, splits, strict=True)
+        ]
+
+    @property
+    def _names(self) -> list[str]:
+        return [self.name] if isinstance(self.name, str) else self.name
+
+    def table_faults(self) -> list[Fault]:
+        faults = super().table_faults()
+        for key, values in (("name", self._names), ("subsets", self.subsets or []), ("splits", self.splits or [])):
+            if "" in values:
+                faults.append(Fault(key=key, message="one of them is empty"))
+        lengths = {"name": len(self._names), "subsets": len(self.subsets or [0]), "splits": len(self.splits or [0])}
+        several = {key: length for key, length in lengths.items() if length > 1}
+        if len(set(several.values())) > 1:
+            given = " and ".join(f"{key} has {length}" for key, length in several.items())
+            message = f"{given} entries: give one per part of the data, or one for all parts"
+            faults.append(Fault(key=list(several)[-1], message=message))
+        return faults
+
 
 class SFTDataConfig(ChatConfig, RowsConfig):
     """`type = "sft"`, the default: conversations, rendered by the tokenizer's chat template."""
@@ -127,6 +174,24 @@ class SFTDataConfig(ChatConfig, RowsConfig):
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "all_exhausted"
     """With `probabilities`: an epoch ends when the first part has no sample left, or when each had all of its samples
     drawn, those of smaller parts several times."""
+
+    def table_faults(self) -> list[Fault]:
+        faults = super().table_faults()
+        if self.probabilities is None:
+            # The default cannot be told from what was given: a config is read back with all of its fields.
+            if self.stopping_strategy == "first_exhausted":
+                message = '"first_exhausted" does nothing without probabilities; give those too, or leave it out'
+                faults.append(Fault(key="stopping_strategy", message=message))
+            return faults
+        if faults:
+            return faults
+        if len(self.probabilities) != len(self.parts):
+            message = f"has {len(self.probabilities)} entries, the data {len(self.parts)} parts; give one for each part"
+            faults.append(Fault(key="probabilities", message=message))
+        elif abs(sum(self.probabilities) - 1) > _SUM_TOLERANCE:
+            message = f"their sum is {sum(self.probabilities):.7g}, not 1"
+            faults.append(Fault(key="probabilities", message=message))
+        return faults
 
 
 DataConfig = Annotated[SFTDataConfig | TokensDataConfig | FakeDataConfig, Field(discriminator="type")]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from configs.data import TokensDataConfig
+from configs.data import DataConfig, SFTDataConfig, TokensDataConfig, is_dataset_id
 from configs.errors import ConfigError
 from configs.launch import RUN_CONFIG
 from configs.model import is_hub_id
@@ -44,7 +44,7 @@ def fill_run_name(config: SFTConfig) -> SFTConfig:
     """The config with `run.name` set: `<data>--<model>--<8 hex digits>` where it was not."""
     if config.run.name is not None:
         return config
-    data = config.data.paths[0].resolve().name if isinstance(config.data, TokensDataConfig) else config.data.type
+    data = _data_name(config.data)
     arch = config.model.arch or {}
     model = config.model.name or str(arch.get("model_type", "model"))
     # A folder may be given as `.`; an id of the hub is no path.
@@ -52,6 +52,17 @@ def fill_run_name(config: SFTConfig) -> SFTConfig:
     parts = [re.sub(r"[^\w.-]", "-", part).lstrip(".-") for part in (data, model)]
     name = "--".join([*parts, secrets.token_hex(4)])
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
+def _data_name(data: DataConfig) -> str:
+    match data:
+        case TokensDataConfig():
+            return data.paths[0].resolve().name
+        case SFTDataConfig():
+            name = data.parts[0].name
+            return Path(name).name if is_dataset_id(name) else Path(name).resolve().name
+        case _:
+            return data.type
 
 
 def run_dir_of(config: SFTConfig) -> Path:
