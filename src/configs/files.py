@@ -94,7 +94,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """The value with `"None"` at a key turned into None.
+    """The value with `"None"` at a key or in a list turned into None.
 
     Raises:
         ReadError: nested more than MAX_DEPTH deep, more than MAX_KEYS keys, or a string that UTF-8 cannot hold.
@@ -120,7 +120,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return _utf8(value)
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [None if item == "None" else _plain(item) for item in value]
     if isinstance(value, dict):
         return {_utf8(key): None if item == "None" else _plain(item) for key, item in value.items()}
     return value

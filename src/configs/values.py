@@ -4,6 +4,7 @@ Types are checked here, before pydantic, because pydantic would turn `true` into
 messages about unions name Python classes. Ranges and patterns stay with pydantic.
 """
 
+import datetime
 import json
 import re
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from configs.schema import Key, Slot, is_table, item_slot, slot_of
 
 MAX_SHOWN = 80
 """Longer values are cut in messages."""
+
+_DATE = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
 
 MAX_INT = 2**63 - 1
 """The largest integer of TOML."""
@@ -40,7 +43,8 @@ def parse_flag(slot: Slot, texts: Sequence[str]) -> Any:
     if slot.is_list:
         if len(texts) == 1 and texts[0].startswith("["):
             return _json(texts[0], "write the entries after the flag with spaces between, or as JSON")
-        return [_parse_text(item_slot(slot), text) for text in texts]
+        items = item_slot(slot)
+        return [None if text == "None" and items.optional else _parse_text(items, text) for text in texts]
     if len(texts) > 1:
         return [_parse_text(slot, text) for text in texts]
     return _parse_text(slot, texts[0])
@@ -120,6 +124,8 @@ def _fits(member: Any, value: Any) -> bool:
         return isinstance(value, float) or _is_int(value)
     if member is str:
         return isinstance(value, str)
+    if member is datetime.date:
+        return _is_date(value)
     if member is Path:
         # An empty one would be the current folder: what a script gives whose variable is not set.
         return isinstance(value, str) and value != ""
@@ -132,6 +138,17 @@ def _fits(member: Any, value: Any) -> bool:
         parts = get_args(member)
         return isinstance(value, list) and len(value) == len(parts) and all(map(accepts, map(slot_of, parts), value))
     raise TypeError(f"configs cannot check a field of type {member!r}")
+
+
+def _is_date(value: Any) -> bool:
+    """TOML's date or one as text, which is what flags and JSON give; a time of day is another type."""
+    if isinstance(value, str) and _DATE.fullmatch(value):
+        try:
+            datetime.date.fromisoformat(value)
+        except ValueError:
+            return False
+        return True
+    return type(value) is datetime.date
 
 
 def _is_int(value: Any) -> bool:
@@ -174,7 +191,7 @@ def _words(member: Any) -> str:
     if is_table(member) or member is dict or origin is dict:
         return "a table"
     plain_words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
-    return plain_words.get(member, "any value")
+    return (plain_words | {datetime.date: "a date (2026-11-05)"}).get(member, "any value")
 
 
 def join_or(options: Sequence[str]) -> str:

@@ -31,7 +31,7 @@ def fault_lines(*argv: str) -> list[str]:
         ("[optim]\nlearning_rat = 1", "optim.learning_rat (b.toml): unknown key; did you mean optim.lr?"),
         ("[optim]\nweight_deca = 1", "optim.weight_deca (b.toml): unknown key; did you mean optim.weight_decay?"),
         ("lr = 1", "lr (b.toml): unknown key; did you mean optim.lr?"),
-        ("[model]\nseq_len = 1", "model.seq_len (b.toml): unknown key; did you mean data.seq_len?"),
+        ("[model]\nseq_len = 1", "model.seq_len (b.toml): unknown key; did you mean data.seq_len or val.data.seq_len?"),
         ("max-steps = 1", "max-steps (b.toml): unknown key; did you mean max_steps?"),
         (
             "[data]\nmicro-batch-size = 1",
@@ -89,8 +89,8 @@ def test_an_unknown_flag_is_refused_with_the_nearest_name(flag: str, line: str):
         ('optim = "None"', "optim (b.toml): expected a table, got None"),
         ("data = 3", "data (b.toml): expected a table, got 3"),
         ('output_dir = ""', 'output_dir (b.toml): expected a path, got ""'),
-        ("[data]\ntype = 3", 'data.type (b.toml): expected "tokens" or "fake", got 3'),
-        ("[data]\ntype = []", 'data.type (b.toml): expected "tokens" or "fake", got []'),
+        ("[data]\ntype = 3", 'data.type (b.toml): expected "sft", "tokens" or "fake", got 3'),
+        ("[data]\ntype = []", 'data.type (b.toml): expected "sft", "tokens" or "fake", got []'),
         (
             "[model.arch]\nday = 1979-05-27",
             'model.arch.day (b.toml): expected any value, got "1979-05-27"; put a date or time in quotes if it is text',

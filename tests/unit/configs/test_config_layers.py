@@ -175,14 +175,14 @@ class TestUnions:
             'data.paths (flag --data.paths): is not a key of type = "fake"; it belongs to type = "tokens"'
         )
 
-    def test_an_unknown_or_missing_type_lists_the_variants(self):
+    def test_an_unknown_type_lists_the_variants(self):
         assert fault_lines("--data.type", "fakes") == [
-            'data.type (flag --data.type): expected "tokens" or "fake", got "fakes"; did you mean "fake"?'
+            'data.type (flag --data.type): expected "sft", "tokens" or "fake", got "fakes"; did you mean "fake"?'
         ]
-        write("b.toml", "[data]\nseq_len = 64\n")
+        write("b.toml", "max_steps = 3\n")
         with pytest.raises(ConfigError) as caught:
             resolve(["@", "b.toml"])
-        assert render_error(caught.value) == 'data.type: is missing: "tokens" or "fake"'
+        assert render_error(caught.value) == 'data: is missing: a table with type = "sft", "tokens" or "fake"'
 
 
 class TestResolvedJson:
