@@ -24,6 +24,10 @@ class ChatError(Exception):
     """
 
 
+class PlacedError(ChatError):
+    """A ChatError whose message names the file and row already: one that came up in reading the row."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
     """A row in the one form that templates get."""

@@ -1,0 +1,115 @@
+"""A parquet file, row group by row group, a few hundred rows of it in memory.
+
+A row group can only be decoded from its start: the reader stays where the last range ended, and goes on from there if
+the next one lies ahead in the same group.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, Any
+
+from trainer.data.chat.arrow_rows import RowMaker
+from trainer.data.chat.conversation import COLUMNS, check_columns
+from trainer.data.chat.local_files import LocalFile, require_unchanged
+from trainer.data.chat.sample import ChatError, PlacedError
+from trainer.text import first_line
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+_BATCH = 256
+"""Rows decoded at once: an agent's conversation may take a megabyte."""
+
+
+class ParquetFile:
+    """Rows of a file, by number."""
+
+    def __init__(self, file: LocalFile) -> None:
+        """Reads the footer.
+
+        Raises:
+            ChatError: it is damaged, or no column holds messages.
+        """
+        self._file = file
+        self._kept: tuple[int, int, Iterator[pa.RecordBatch]] | None = None
+        with self._named_faults():
+            opened = self._open()
+            names = opened.schema_arrow.names
+            sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
+        try:
+            check_columns(names)
+        except ChatError as error:
+            raise ChatError(f"{file.path}: {error}") from None
+        self._columns = [name for name in names if name in COLUMNS]
+        self._starts = list(accumulate(sizes, initial=0))
+        """First row of each row group, and the number of rows."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_kept": None}
+
+    @property
+    def num_rows(self) -> int:
+        return self._starts[-1]
+
+    def rows(self, start: int, stop: int) -> Iterator[dict[str, Any]]:
+        """Rows from `start` up to `stop`; see Part.rows."""
+        maker: RowMaker | None = None
+        for batch in self._batches(start, stop):
+            maker = maker or RowMaker(batch.schema)
+            try:
+                yield from maker.rows(batch)
+            except ValueError as error:
+                message = f"{self._file.path}, rows from {start + 1} on, cannot be read: {first_line(error)}"
+                raise PlacedError(message) from error
+
+    def place(self, row: int) -> str:
+        """File and row, from 1."""
+        return f"{self._file.path}, row {row + 1}"
+
+    def _batches(self, start: int, stop: int) -> Iterator["pa.RecordBatch"]:
+        while start < stop:
+            group = bisect_right(self._starts, start) - 1
+            end = min(stop, self._starts[group + 1])
+            yield from self._batches_of_group(group, start, end)
+            start = end
+
+    def _batches_of_group(self, group: int, start: int, stop: int) -> Iterator["pa.RecordBatch"]:
+        """The rows `start` up to `stop`, which lie in the row group."""
+        kept, self._kept = self._kept, None
+        with self._named_faults():
+            if kept is not None and kept[0] == group and kept[1] <= start:
+                _, position, stream = kept
+            else:
+                position = self._starts[group]
+                opened = self._open()
+                stream = opened.iter_batches(_BATCH, row_groups=[group], columns=self._columns, use_threads=False)
+            for batch in stream:
+                end = position + batch.num_rows
+                if end > start:
+                    first = max(start, position)
+                    yield batch.slice(first - position, min(stop, end) - first)
+                if end >= stop:
+                    if stop < self._starts[group + 1]:
+                        self._kept = group, stop, chain([batch.slice(stop - position)], stream)
+                    return
+                position = end
+
+    def _open(self) -> "pq.ParquetFile":
+        import pyarrow.parquet as pq
+
+        require_unchanged(self._file, self._file.path.stat())
+        # Without a buffer for whole row groups, which may take gigabytes.
+        return pq.ParquetFile(self._file.path, pre_buffer=False)
+
+    @contextmanager
+    def _named_faults(self) -> Iterator[None]:
+        import pyarrow as pa
+
+        try:
+            yield
+        except (OSError, ValueError, NotImplementedError, pa.ArrowException) as error:
+            cause = getattr(error, "strerror", None) or first_line(error)
+            raise PlacedError(f"{self._file.path} cannot be read: {cause}") from error
