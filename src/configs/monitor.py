@@ -28,6 +28,14 @@ class WandbConfig(BaseConfig):
     mode: Literal["online", "offline"] = "online"
     """`offline` writes into the run directory, to be sent later with `wandb sync`."""
 
+    offline: bool = False
+    """The same as `mode = "offline"`, by prime-rl's name."""
+
+    @property
+    def resolved_mode(self) -> Literal["online", "offline"]:
+        """What `mode` and `offline` come to."""
+        return "offline" if self.offline else self.mode
+
 
 class MonitorsConfig(BaseConfig):
     """`[monitors]`: besides the console and metrics.jsonl, which are always on."""

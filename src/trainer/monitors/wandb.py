@@ -71,7 +71,7 @@ class WandbMonitor:
         self._next = 0
         """First step that wandb may get."""
 
-        online = config.mode == "online"
+        online = config.resolved_mode == "online"
         try:
             run = wandb.init(
                 project=config.project,
@@ -79,7 +79,7 @@ class WandbMonitor:
                 name=config.name or run_dir.name,
                 group=config.group,
                 tags=config.tags,
-                mode=config.mode,
+                mode=config.resolved_mode,
                 dir=run_dir,
                 config=without_secrets(run_config),
                 id=resume_id,
@@ -181,7 +181,7 @@ def check_login(config: WandbConfig, *, must_start: bool, say: Callable[[str], N
     Raises:
         ConfigError: there is no login; or the server refuses it or cannot be reached, and wandb must start.
     """
-    if config.mode == "offline":
+    if config.resolved_mode == "offline":
         return
     settings = wandb.Settings(
         mode="online",
