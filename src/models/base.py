@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from models.batch import Batch
 from models.counts import MatrixShapes, ParameterCounts, count_parameters
-from models.layers.block import DecoderBlock
+from models.layers.block import BlockRunner, DecoderBlock
 from models.layers.dropout import DropoutKeys
 from models.layers.norm import RMSNorm
 
@@ -77,9 +77,14 @@ class CausalLM(nn.Module):
         raise NotImplementedError
 
     @property
-    def blocks(self) -> Sequence[DecoderBlock]:
+    def blocks(self) -> Sequence[nn.Module]:
         """The transformer blocks: units of compile, activation checkpointing and sharding."""
         raise NotImplementedError
+
+    @property
+    def block_runners(self) -> Sequence[BlockRunner]:
+        """What runs each block."""
+        return [block.runner for block in self.blocks if isinstance(block, DecoderBlock)]
 
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters by the names that files and logs have for them, without a trace of wrappers."""
@@ -129,8 +134,8 @@ class CausalLM(nn.Module):
             mode: `full` keeps a block's input only, `selective` also the results of matrix products and attention.
             freq: 1 is every block.
         """
-        for block in list(self.blocks)[::freq]:
-            block.recompute_activations(mode)
+        for runner in self.block_runners[::freq]:
+            runner.recompute_activations(mode)
 
     def compile_blocks(self, mode: str, fullgraph: bool) -> None:
         """Compile each block with torch.compile; look-alike blocks share a graph. Parameter names stay the same.
@@ -141,8 +146,8 @@ class CausalLM(nn.Module):
         """
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-        for block in self.blocks:
-            block.compile_body(mode, fullgraph)
+        for runner in self.block_runners:
+            runner.compile(mode, fullgraph)
 
     @property
     def num_inactive_params(self) -> int:

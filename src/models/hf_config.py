@@ -1,6 +1,7 @@
-"""Hugging Face configs of the families we implement: made from fields, from a `config.json`, from a checkpoint's JSON.
+"""Hugging Face configs: made from fields, from a `config.json`, from a checkpoint's JSON.
 
-Nothing here runs code that a folder brings along: the config class comes from the table below, by `model_type` alone.
+Nothing here runs code that a folder brings along: the config class comes, by `model_type` alone, from the table of the
+families we implement below, or else from the causal language models of the installed transformers.
 """
 
 import copy
@@ -28,6 +29,9 @@ CONFIG_CLASSES: dict[str, type[PretrainedConfig]] = {
 _COMMON_FIELDS = {"rope_theta", "rope_scaling", "head_dim"}
 # What `to_dict` writes besides fields, and what is about one call of transformers' model.
 _NOT_FIELDS = {"model_type", "dtype", "transformers_version", "_name_or_path", "output_attentions"}
+# Code of other repositories that the config came with, and what is about weights on disk.
+_CODE = {"auto_map", "quantization_config", "_attn_implementation", "attn_implementation", "_commit_hash"}
+_LAYERS = "num_hidden_layers"
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _ROPE_DICTS = ("rope_parameters", "rope_scaling")
 _ROPE_NUMBERS = (
@@ -63,17 +67,37 @@ def config_class_of(model_type: object) -> type[PretrainedConfig]:
     """The config class of a model type.
 
     Raises:
-        ArchError: we have no such family; the message names the nearest one.
+        ArchError: neither we nor transformers have such a decoder; the message names the nearest one.
     """
-    config_class = CONFIG_CLASSES.get(model_type) if isinstance(model_type, str) else None
-    if config_class is None:
-        raise ArchError("model_type", f"{model_type!r} is unknown{nearest(str(model_type), CONFIG_CLASSES)}")
+    if isinstance(model_type, str) and model_type in CONFIG_CLASSES:
+        return CONFIG_CLASSES[model_type]
+    # Late: it imports the name of every model, which takes a while.
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if model_type not in list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        close = difflib.get_close_matches(str(model_type), [*CONFIG_CLASSES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES], n=1)
+        others = f"it is one of {', '.join(CONFIG_CLASSES)}, or another decoder that transformers has"
+        raise ArchError(
+            "model_type", f"{model_type!r} is unknown; {f'did you mean {close[0]}?' if close else others}"
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    if config_class.model_type != model_type:
+        raise ArchError("model_type", f"transformers reads {model_type} as {config_class.model_type}: say that instead")
     return config_class
 
 
 def known_fields(config_class: type[PretrainedConfig]) -> set[str]:
-    """Field names that a config of this class may be given, what every config carries (dtype, ...) included."""
-    return set(config_class().to_dict()) | set(config_class.attribute_map) | _COMMON_FIELDS
+    """Field names that a config of this class may be given, what every config carries (dtype, ...) included.
+
+    Raises:
+        ArchError: the class has no defaults.
+    """
+    try:
+        defaults = config_class()
+    except Exception as error:  # the config classes raise whatever their validators raise
+        raise ArchError("model_type", f"{config_class.model_type} cannot be described by fields") from error
+    return set(defaults.to_dict()) | set(config_class.attribute_map) | _COMMON_FIELDS
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -88,25 +112,27 @@ def construct_config(config_class: type[PretrainedConfig], fields: dict[str, Any
     """The config with these fields, whatever its class raises turned into an ArchError that names the field.
 
     Args:
-        config_class: of `CONFIG_CLASSES`.
-        fields: known ones only; not changed.
+        config_class: from `config_class_of`.
+        fields: not changed; of `CONFIG_CLASSES` known ones only.
 
     Raises:
         ArchError: a value that the class refuses, or a size out of range.
     """
     if fields.get("is_encoder_decoder"):
         raise ArchError("is_encoder_decoder", "only decoders are implemented")
+    is_own = config_class in CONFIG_CLASSES.values()
+    least = 1 if is_own else 0  # other families have counts that may be 0
     for key, value in fields.items():
         is_size = key.startswith("num_") or key.endswith("_size") or key == "head_dim"
-        limit = _MAX_LAYERS if key == "num_hidden_layers" else _MAX_SIZE
-        if is_size and isinstance(value, int) and not 1 <= value <= limit:
-            bound = "must be at least 1" if value < 1 else f"must be at most {limit}"
+        limit = _MAX_LAYERS if key == config_class.attribute_map.get(_LAYERS, _LAYERS) else _MAX_SIZE
+        if is_size and isinstance(value, int) and not least <= value <= limit:
+            bound = f"must be at least {least}" if value < least else f"must be at most {limit}"
             raise ArchError(key, f"{bound}, not {value}")
     head_dim = fields.get("head_dim")
     if head_dim is not None and type(head_dim) is not int:
         raise ArchError("head_dim", f"must be a whole number, not {head_dim!r}")
     fields = copy.deepcopy(fields)  # the classes write into the dicts that they are given
-    for key in _ROPE_DICTS:
+    for key in _ROPE_DICTS if is_own else ():
         if fields.get(key) is not None:
             fields[key] = _rope_numbers(key, fields[key])
     try:
@@ -122,8 +148,9 @@ def construct_config(config_class: type[PretrainedConfig], fields: dict[str, Any
 def config_from_dict(values: dict[str, Any]) -> PretrainedConfig:
     """The config that a `config.json`, or `config_to_dict`, describes. No code of the file's making is run.
 
-    Legacy spellings (`rope_theta`, `rope_scaling`, `torch_dtype`) are read. Keys that neither the config class nor
-    transformers' model knows are left out, `auto_map` among them, unless they ask for another computation.
+    Legacy spellings (`rope_theta`, `rope_scaling`, `torch_dtype`) are read. `auto_map` is left out. In the families
+    that we implement, so are keys that neither the config class nor transformers' model knows, unless they ask for
+    another computation; in others everything goes to the class, as transformers does it.
 
     Raises:
         ArchError: unknown model type, a value that its class refuses, quantised weights, or a key of another
@@ -132,11 +159,15 @@ def config_from_dict(values: dict[str, Any]) -> PretrainedConfig:
     config_class = config_class_of(values.get("model_type"))
     if values.get("quantization_config") is not None:
         raise ArchError("quantization_config", "quantised weights are not implemented: use the unquantised model")
-    if values.get("partial_rotary_factor") not in (None, 1):
-        raise ArchError("partial_rotary_factor", f"only 1 is implemented, not {values['partial_rotary_factor']!r}")
-    known = known_fields(config_class)
-    _refuse_foreign(values, known)
+    if config_class in CONFIG_CLASSES.values():
+        if values.get("partial_rotary_factor") not in (None, 1):
+            raise ArchError("partial_rotary_factor", f"only 1 is implemented, not {values['partial_rotary_factor']!r}")
+        known = known_fields(config_class)
+        _refuse_foreign(values, known)
+    else:
+        known = set(values) - _CODE
     fields = {key: value for key, value in values.items() if key in known - _NOT_FIELDS}
+    fields.pop("torch_dtype", None)
     if fields.get("head_dim", 0) is None:
         del fields["head_dim"]  # where the class has no such field, transformers would take None as the width
     dtype = values.get("dtype") or values.get("torch_dtype")
@@ -186,9 +217,9 @@ def shorten(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
         ArchError: it has fewer layers, or none is left.
     """
     if not 1 <= num_layers <= config.num_hidden_layers:
-        raise ArchError("num_hidden_layers", f"cannot keep {num_layers} of {config.num_hidden_layers} layers")
+        raise ArchError(_LAYERS, f"cannot keep {num_layers} of {config.num_hidden_layers} layers")
     values = config_to_dict(config)
-    values["num_hidden_layers"] = num_layers
+    values[config.attribute_map.get(_LAYERS, _LAYERS)] = num_layers
     for key in _PER_LAYER_LISTS:
         if values.get(key) is not None:
             values[key] = values[key][:num_layers]

@@ -1,4 +1,4 @@
-"""Which families we implement, and how `model.arch` becomes a Hugging Face config and a model."""
+"""Which families we implement, how `model.arch` becomes a Hugging Face config, and how a config becomes a model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -57,22 +57,61 @@ def build_config(
     return config
 
 
-def build_model(config: PretrainedConfig, *, seq_len: int, attn: str, dtype: torch.dtype) -> CausalLM:
-    """Our implementation of the config's model type, on the current default device (meta in training).
+def build_model(
+    config: PretrainedConfig, *, seq_len: int, attn: str, dtype: torch.dtype, impl: str = "auto"
+) -> CausalLM:
+    """The model, on the current default device (meta in training).
 
     Args:
         config: from `build_config` or a checkpoint.
         seq_len: longest row it will see.
         attn: "sdpa" or "varlen".
         dtype: of the parameters.
+        impl: "custom", "hf" or "auto"; see `choose_impl`.
 
     Raises:
-        ArchError: we do not implement the model type, or something the config asks for.
+        ArchError: the implementation does not have the model type, or something the config asks for.
     """
-    family = _FAMILIES.get(config.model_type)
-    if family is None:
-        raise ArchError("model_type", f"{config.model_type!r} is unknown{nearest(config.model_type, _FAMILIES)}")
-    return family(config, seq_len=seq_len, attn=attn, dtype=dtype)
+    if choose_impl(config.model_type, impl) == "hf":
+        # Late: it imports transformers' models, which nobody needs who has one of ours.
+        from models.hf.build import build_transformers_model
+
+        return build_transformers_model(config, seq_len=seq_len, attn=attn, dtype=dtype)
+    try:
+        return _FAMILIES[config.model_type](config, seq_len=seq_len, attn=attn, dtype=dtype)
+    except ArchError as error:
+        if not _transformers_can(config, seq_len=seq_len, attn=attn, dtype=dtype):
+            raise
+        message = f'{error.message}; transformers\' own model computes it (model.impl = "hf")'
+        raise ArchError(error.key, message) from error
+
+
+def choose_impl(model_type: str, impl: str) -> str:
+    """`auto` is "custom" for the families that we implement, else "hf"; by model type alone.
+
+    Raises:
+        ArchError: "custom" was asked for and we do not implement the family.
+    """
+    if impl == "auto":
+        return "custom" if model_type in _FAMILIES else "hf"
+    if impl == "custom" and model_type not in _FAMILIES:
+        raise ArchError(
+            "model_type",
+            f"{model_type} is none of the families implemented here ({', '.join(_FAMILIES)}); with "
+            'model.impl = "hf" (or "auto") transformers\' own model is trained',
+        )
+    return impl
+
+
+def _transformers_can(config: PretrainedConfig, **options: Any) -> bool:
+    from models.hf.build import build_transformers_model
+
+    try:
+        with torch.device("meta"):
+            build_transformers_model(config, **options)
+    except ArchError:
+        return False
+    return True
 
 
 def check_vocabulary(config: PretrainedConfig, *, tokenizer_length: int | None) -> None:

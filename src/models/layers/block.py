@@ -13,17 +13,52 @@ from models.layers.attention import SequenceContext
 RecomputeMode = Literal["full", "selective"]
 
 
-class DecoderBlock(nn.Module):
-    """Base of the blocks. Subclasses write `body`.
+class BlockRunner:
+    """Runs the body of a block: as it is, recomputed in the backward pass, compiled, or both.
 
-    Checkpointing and compilation wrap `body` inside `forward`, not the module: parameter names stay the same, and the
-    hooks that FSDP puts around a module's call stay outside the compiled graph.
+    It stands inside the block's `forward`, not around the module: parameter names stay the same, and the hooks that
+    FSDP puts around a module's call stay outside the compiled graph.
     """
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        """
+        Args:
+            body: method of the block.
+        """
+        self._body = body
+        self._recompute: RecomputeMode | None = None
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the body gives."""
+        run = self._run if self._compiled is None else self._compiled
+        return run(*args, **kwargs)
+
+    def recompute_activations(self, mode: RecomputeMode) -> None:
+        """Keep only the block's input for the backward pass (`full`), or also the results of matrix products and
+        attention (`selective`)."""
+        self._recompute = mode
+
+    def compile(self, mode: str, fullgraph: bool) -> None:
+        """Compile what a call runs. Blocks that look alike share one graph."""
+        # dynamic=False: a second shape (validation) gets a static graph of its own; else training itself would land
+        # on a slower dynamic one. Sizes marked dynamic stay dynamic.
+        self._compiled = torch.compile(self._run, mode=mode, fullgraph=fullgraph, dynamic=False)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self._recompute is None or not torch.is_grad_enabled():
+            return self._body(*args, **kwargs)
+        options: dict[str, Any] = {"context_fn": _selective_contexts} if self._recompute == "selective" else {}
+        # The blocks draw no random numbers, and reading the generator's state can make the host wait for the GPU.
+        return checkpoint(self._body, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+
+
+class DecoderBlock(nn.Module):
+    """Base of our blocks. Subclasses write `body`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._recompute: RecomputeMode | None = None
-        self._compiled: Callable[[Tensor, SequenceContext], Tensor] | None = None
+        self.runner = BlockRunner(self.body)
 
     def body(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """(rows, seq_len, hidden_size) -> the same."""
@@ -31,28 +66,7 @@ class DecoderBlock(nn.Module):
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """(rows, seq_len, hidden_size) -> the same."""
-        run = self._run if self._compiled is None else self._compiled
-        return run(hidden, context)
-
-    def recompute_activations(self, mode: RecomputeMode) -> None:
-        """Keep only the block's input for the backward pass (`full`), or also the results of matrix products and
-        attention (`selective`)."""
-        self._recompute = mode
-
-    def compile_body(self, mode: str, fullgraph: bool) -> None:
-        """Compile what `forward` runs. Blocks that look alike share one graph."""
-        # dynamic=False: a second shape (validation) gets a static graph of its own; else training itself would land
-        # on a slower dynamic one. Sizes marked dynamic stay dynamic.
-        self._compiled = torch.compile(self._run, mode=mode, fullgraph=fullgraph, dynamic=False)
-
-    def _run(self, hidden: Tensor, context: SequenceContext) -> Tensor:
-        if self._recompute is None or not torch.is_grad_enabled():
-            return self.body(hidden, context)
-        options: dict[str, Any] = {"context_fn": _selective_contexts} if self._recompute == "selective" else {}
-        # The blocks draw no random numbers, and reading the generator's state can make the host wait for the GPU.
-        result = checkpoint(self.body, hidden, context, use_reentrant=False, preserve_rng_state=False, **options)
-        assert isinstance(result, Tensor)
-        return result
+        return self.runner(hidden, context)
 
 
 _SAVED_OPS = frozenset(

@@ -1,0 +1,1 @@
+"""Causal language models of transformers behind our interface, with exact document isolation or a refusal."""
