@@ -158,6 +158,15 @@ class ModelConfig(BaseConfig):
         if self.debug.random_init and self.init is not None:
             message = "leaves the weights undrawn, and [model.init] draws them; give only one of them"
             faults.append(Fault(key="debug.random_init", message=message))
+        if self.lora is not None and self.init is not None:
+            message = "goes beside weights that are there, and [model.init] draws them anew; give only one of them"
+            faults.append(Fault(key="lora", message=message))
+        elif self.lora is not None and self.name is None and not self.debug.random_init:
+            message = (
+                "goes beside weights that are there: give model.name, a Hugging Face model (export-hf makes one of a "
+                "checkpoint), in place of [model.arch]"
+            )
+            faults.append(Fault(key="lora", message=message))
         for key in ("compute_dtype", "reduce_dtype"):
             dtype = getattr(self, key)
             if self.optimization_dtype == "float64" and dtype not in (None, "float64"):

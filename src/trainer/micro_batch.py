@@ -29,13 +29,20 @@ class StepResult:
 
 
 def run_micro_batches(
-    model: CausalLM, micro_batches: Sequence[Batch], num_loss_tokens: int, grad_sync: GradSync, mesh: Mesh
+    model: CausalLM,
+    micro_batches: Sequence[Batch],
+    num_loss_tokens: int,
+    grad_sync: GradSync,
+    mesh: Mesh,
+    *,
+    step: int = 0,
 ) -> StepResult:
     """Forward and backward of this rank's part of a global batch.
 
     Args:
         micro_batches: host batches, pinned on CUDA, the same number on every rank.
         num_loss_tokens: loss tokens in them.
+        step: index of the step; only dropout asks for it.
     """
     # A fill kernel: torch.tensor(n, device=...) would copy from pageable memory and wait.
     loss_tokens = torch.full((), num_loss_tokens, dtype=torch.float64, device=mesh.device)
@@ -44,6 +51,8 @@ def run_micro_batches(
     nats = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for index, batch in enumerate(micro_batches):
         grad_sync.before_backward(is_last=index == len(micro_batches) - 1)
+        if model.dropout is not None:
+            model.dropout.draw(step, mesh.dp_rank, index)
         output = model(batch.to(mesh.device), loss_scale)
         output.loss.backward()
         nats += output.nats.sum(dtype=torch.float64)

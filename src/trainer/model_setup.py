@@ -5,13 +5,16 @@ import logging
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from configs.errors import ConfigError
 from configs.model import ModelConfig
 from models.base import CausalLM
 from models.init import init_weights
+from models.lora import adapter_rules
 from models.registry import build_model
+from trainer.adapters import apply_adapters
 from trainer.checkpoint.agreement import agree
 from trainer.parallel.data_parallel import GradSync, apply_data_parallel
 from trainer.parallel.mesh import Mesh
@@ -34,11 +37,14 @@ def build_parallel_model(
 
     Raises:
         models.errors.ArchError: the architecture asks for something that is not implemented.
+        ConfigError: `[model.lora]` asks for something that cannot be adapted.
     """
     compute_dtype = DTYPES[config.resolved_compute_dtype]
     attn = choose_attention(config.attn, mesh.device, compute_dtype)
     with torch.device("meta"):
         model = build_model(model_config, seq_len=seq_len, attn=attn, dtype=DTYPES[config.optimization_dtype])
+    if config.lora is not None:
+        apply_adapters(config.lora, model, compute_dtype=compute_dtype)
     if config.ac is not None:
         model.apply_activation_checkpointing(config.ac.mode, config.ac.freq)
     if config.compile is not None:
@@ -67,30 +73,54 @@ def set_first_weights(
     Raises:
         RunError: on every rank, when the weights cannot be loaded on any.
     """
-    parameters = {name: grad_sync.as_global(name, master) for name, master in grad_sync.masters.items()}
+    tensors = grad_sync.masters | grad_sync.frozen
     init = config.init
     if config.debug.random_init:
-        for master in grad_sync.masters.values():
-            master.fill_(_DEBUG_VALUE)
+        for tensor in tensors.values():
+            tensor.fill_(_DEBUG_VALUE)
         log.warning(
             "weights: neither loaded nor drawn, all parameters are %g (model.debug.random_init): this run is for speed "
             "only, its losses mean nothing",
             _DEBUG_VALUE,
         )
     elif init is not None:
+        parameters = {name: grad_sync.as_global(name, tensor) for name, tensor in tensors.items()}
         init_weights(parameters, std=init.std, seed=init.seed, rules=model.init_rules())
         log.info("weights: drawn from [model.init], std %g, seed %d", init.std, init.seed)
     else:
-        assert folder is not None, "SFTConfig.run_faults asks for one of model.name, [model.init], [resume]"
-        tied, is_shown = model.tied_names, mesh.rank == 0
-        num_bytes = agree(
-            mesh,
-            lambda: load_weights(
-                folder, parameters, tied=tied, show_progress=is_shown, vocabulary=model.vocabulary_names
-            ),
-        )[0]
-        log.info("weights: from %s, %d tensors, %.3g GB", folder, len(parameters), num_bytes / 1e9)
+        rules = {} if config.lora is None else adapter_rules(model)
+        _load(model, grad_sync, mesh, {name: tensor for name, tensor in tensors.items() if name not in rules}, folder)
+        if config.lora is not None:
+            adapters = {name: grad_sync.as_global(name, grad_sync.masters[name]) for name in rules}
+            init_weights(adapters, std=0.0, seed=config.lora.seed, rules=rules)
+            log.info("adapters: drawn from model.lora.seed %d, %d layers", config.lora.seed, len(rules) // 2)
     grad_sync.publish()
+
+
+def load_frozen_weights(model: CausalLM, grad_sync: GradSync, mesh: Mesh, *, folder: Path | None) -> None:
+    """Load what stands frozen beside adapters, which no checkpoint holds. Collective.
+
+    Args:
+        folder: of `model.name`.
+
+    Raises:
+        RunError: on every rank, when the weights cannot be loaded on any.
+    """
+    _load(model, grad_sync, mesh, grad_sync.frozen, folder)
+
+
+def _load(model: CausalLM, grad_sync: GradSync, mesh: Mesh, tensors: dict[str, Tensor], folder: Path | None) -> None:
+    """Fill this rank's `tensors`, by canonical name, from the weights in `folder`."""
+    assert folder is not None, "SFTConfig.run_faults asks for one of model.name, [model.init], [resume]"
+    parameters = {name: grad_sync.as_global(name, tensor) for name, tensor in tensors.items()}
+    tied = {copy: name for copy, name in model.tied_names.items() if name in parameters}
+    vocabulary = [name for name in model.vocabulary_names if name in parameters]
+    is_shown = mesh.rank == 0
+    num_bytes = agree(
+        mesh,
+        lambda: load_weights(folder, parameters, tied=tied, show_progress=is_shown, vocabulary=vocabulary),
+    )[0]
+    log.info("weights: from %s, %d tensors, %.3g GB", folder, len(parameters), num_bytes / 1e9)
 
 
 def choose_attention(attn: str, device: torch.device, compute_dtype: torch.dtype) -> str:

@@ -22,6 +22,7 @@ from models.base import CausalLM
 from models.errors import ArchError
 from models.hf_config import read_config, shorten, with_vocab_size
 from models.registry import build_config, build_model
+from trainer.adapters import adapter_record, apply_adapters, base_faults, setting_faults
 from trainer.checkpoint import ModelRecord, check_fits, find_checkpoint, read_state
 from trainer.data.build import build_source
 from trainer.data.chat.build import chat_tools
@@ -176,12 +177,12 @@ def preflight(config: SFTConfig, *, run_dir: Path, world_size: int, say: Callabl
     with ProgressBars() as bars:
         inputs = prepare(config, download=True, track=bars.track)
     faults: list[Fault] = []
-    plan = model = None
+    plan = model = found = None
     with _collecting(faults):
         plan = plan_run(config, inputs.source, world_size)
         faults += check_schedule(config.scheduler, lr=config.optim.lr, total_steps=plan.steps)
     with _collecting(faults):
-        model = _build_on_meta(config, inputs.model_config)
+        model = _build_adapted(config, inputs)
     with _collecting(faults), ProgressBars() as bars:
         build_validation(
             config.val,
@@ -201,8 +202,11 @@ def preflight(config: SFTConfig, *, run_dir: Path, world_size: int, say: Callabl
             if plan is not None and model is not None:
                 faults += _resume_faults(config, found, plan=plan, model=model, source=inputs.source)
     # Last, so that no gigabytes are fetched for a run that cannot be.
-    if not faults and config.resume is None and config.model.takes_weights_of_name:
+    needed = config.resume is None or config.model.lora is not None
+    if not faults and needed and config.model.takes_weights_of_name:
         faults += _weight_faults(config, inputs, say)
+        if not faults and found is not None:
+            faults += base_faults(adapter_record(config.model, inputs.model_folder), read_state(found), found)
     if faults or plan is None:
         raise ConfigError(faults)
     return plan
@@ -285,6 +289,22 @@ def _build_on_meta(config: SFTConfig, model_config: PretrainedConfig) -> CausalL
         raise _arch_fault(config, error) from error
 
 
+def _build_adapted(config: SFTConfig, inputs: Inputs) -> CausalLM:
+    """The model with its adapters, if any, without memory."""
+    model, lora = _build_on_meta(config, inputs.model_config), config.model.lora
+    if lora is None:
+        return model
+    if inputs.stored_vocab_size != inputs.model_config.vocab_size:
+        message = (
+            f"the tokenizer of {config.tokenizer_name} has more ids than the {inputs.stored_vocab_size} rows of "
+            f"{config.model.name}, and adapters are used with the vocabulary that their base has; give the model's own "
+            "tokenizer, or leave [model.lora] out"
+        )
+        raise ConfigError.one("tokenizer.name", message)
+    apply_adapters(lora, model, compute_dtype=DTYPES[config.model.resolved_compute_dtype])
+    return model
+
+
 def _resume_faults(config: SFTConfig, path: Path, *, plan: Plan, model: CausalLM, source: RowSource) -> Iterator[Fault]:
     """Why the run cannot go on from the whole checkpoint at `path`."""
     skips = config.ckpt or CheckpointConfig()
@@ -294,8 +314,12 @@ def _resume_faults(config: SFTConfig, path: Path, *, plan: Plan, model: CausalLM
         yield Fault(key="resume", message=f"the state.json of {path} is of another version: it lacks {missing}")
         return
     try:
-        # The optimizer's moments have the shapes of these; under FSDP only the workers know which there are.
-        check_fits(path, {f"model.{name}": tensor for name, tensor in model.named_parameters()}, ("optimizer.",))
+        others = list(setting_faults(config.model, state, path))
+        yield from others
+        if not others:
+            # The optimizer's moments have the shapes of these; under FSDP only the workers know which there are.
+            trained = {name: tensor for name, tensor in model.canonical_parameters().items() if tensor.requires_grad}
+            check_fits(path, {f"model.{name}": tensor for name, tensor in trained.items()}, ("optimizer.",))
     except RunError as error:
         yield Fault(key="resume", message=str(error))
     if not skips.skip_dataloader:

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from configs.checkpoint import CheckpointConfig
 from configs.sft import SFTConfig
 from models.hf_config import config_to_dict
-from trainer.checkpoint import ModelRecord
+from trainer.checkpoint import AdapterRecord, ModelRecord
 from trainer.data.loader import RowLoader
 from trainer.hooks import Hook
 from trainer.nan_guard import NanGuard, SpikeMeter
@@ -35,12 +35,15 @@ class Progress:
     num_padding_tokens: int = 0
 
 
-def model_record(config: SFTConfig, model_config: PretrainedConfig, *, has_tokenizer: bool) -> ModelRecord:
+def model_record(
+    config: SFTConfig, model_config: PretrainedConfig, *, has_tokenizer: bool, adapters: AdapterRecord | None = None
+) -> ModelRecord:
     """What checkpoints say about the model, so that they can be exported."""
     return ModelRecord(
         config=config_to_dict(model_config),
         tokenizer=config.tokenizer_name if has_tokenizer else None,
         compute_dtype=config.model.resolved_compute_dtype,
+        adapters=adapters,
     )
 
 
@@ -60,7 +63,7 @@ class TrainState:
         self._hooks = hooks
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """Master weights as `model.<name>`."""
+        """Master weights as `model.<name>`; not what is frozen beside adapters."""
         sync = self._grad_sync
         return {f"model.{name}": sync.as_global(name, master) for name, master in sync.masters.items()}
 

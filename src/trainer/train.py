@@ -14,6 +14,7 @@ import torch
 
 from configs.checkpoint import CheckpointConfig
 from configs.sft import SFTConfig
+from trainer.adapters import adapter_record, check_resumed
 from trainer.checkpoint import Checkpointer, read_state
 from trainer.checkpoint.agreement import agree
 from trainer.data.chat.build import chat_tools
@@ -22,7 +23,7 @@ from trainer.data.row import untracked
 from trainer.errors import RunError
 from trainer.hooks import Hook, HookContext
 from trainer.micro_batch import run_micro_batches
-from trainer.model_setup import build_parallel_model, set_first_weights
+from trainer.model_setup import build_parallel_model, load_frozen_weights, set_first_weights
 from trainer.monitors import build_monitors
 from trainer.monitors.jsonl import json_value
 from trainer.nan_guard import NanGuard
@@ -73,7 +74,7 @@ class Trainer:
         self.model, self.grad_sync = build_parallel_model(
             config.model, inputs.model_config, seq_len=config.longest_row, mesh=mesh
         )
-        num_dims = {name: parameter.dim() for name, parameter in self.model.named_parameters()}
+        num_dims = {name: parameter.dim() for name, parameter in self.model.canonical_parameters().items()}
         self.optimizer = build_optimizer(config.optim, self.grad_sync.masters, num_dims)
         log.info("optimizer: %s", self.optimizer.decay_table())
         pin_memory = mesh.device.type == "cuda"
@@ -88,7 +89,9 @@ class Trainer:
         )
         self.hooks: list[Hook] = []
         self.state = TrainState(self.grad_sync, self.optimizer, self.loader, NanGuard(config.nan_guard), self.hooks)
-        record = model_record(config, inputs.model_config, has_tokenizer=inputs.tokenizer is not None)
+        self.adapters = adapter_record(config.model, inputs.model_folder)
+        has_tokenizer = inputs.tokenizer is not None
+        record = model_record(config, inputs.model_config, has_tokenizer=has_tokenizer, adapters=self.adapters)
         self.checkpointer = Checkpointer(run.dir, config.ckpt, mesh, record)
         self.validation = build_validation(
             config.val,
@@ -123,7 +126,7 @@ class Trainer:
             batches = self.loader.step(step)
             forward_start = clock.mark()
             result = run_micro_batches(
-                self.model, batches.micro_batches, batches.num_loss_tokens, self.grad_sync, self.mesh
+                self.model, batches.micro_batches, batches.num_loss_tokens, self.grad_sync, self.mesh, step=step
             )
             backward_end = clock.mark()
 
@@ -279,9 +282,13 @@ class Trainer:
             return None
         path = self.checkpointer.find(config.resume.dir or self.run_info.dir, step=config.resume.step)
         self.resumed_from = path
+        check_resumed(config.model, self.adapters, read_state(path), path)
+        if self.adapters is not None:
+            load_frozen_weights(self.model, self.grad_sync, self.mesh, folder=self.model_folder)
         saved = self._restore(path)
         self.resumed_metrics = {name: math.nan if value is None else value for name, value in saved["metrics"].items()}
-        unused = f"; those of {config.model.name} are not loaded" if config.model.takes_weights_of_name else ""
+        whole = config.model.takes_weights_of_name and self.adapters is None
+        unused = f"; those of {config.model.name} are not loaded" if whole else ""
         log.info("weights: from checkpoint %s, after step %d%s", path, self.state.progress.step, unused)
         return saved["wandb_id"] if config.resume.dir is None else None
 

@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainer.train",),
     # from the config to the parts of a run, and from a step to its report
     ("trainer.preflight", "trainer.report"),
-    ("trainer.state", "trainer.model_setup"),
+    ("trainer.state", "trainer.model_setup", "trainer.adapters"),
     # the parts of a step
     ("trainer.validation", "trainer.optim", "trainer.checkpoint", "trainer.micro_batch", "trainer.metrics"),
     ("trainer.weights",),
@@ -41,7 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainer.text", "trainer.errors"),
     # networks
     ("models.registry", "models.init", "models.lora"),
-    ("models.dense",),
+    ("models.dense", "models.hf"),
     ("models.base", "models.hf_config"),
     ("models.counts", "models.layers"),
     ("models.batch", "models.errors", "models.shards"),

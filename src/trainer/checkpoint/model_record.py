@@ -11,6 +11,41 @@ _NOT_COMPUTED = ("dtype", "architectures", "use_cache")
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterRecord:
+    """What a checkpoint that holds adapters says about them. Fields as those of `[model.lora]`."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    target_modules: list[str]
+    modules_to_save: list[str]
+
+    base: str | None
+    """Folder or Hugging Face id of the weights that they belong to, None where these had no meaning."""
+
+    fingerprint: str | None
+    """Of the base's weights: see trainer.weights.fingerprint."""
+
+    @classmethod
+    def of(cls, values: Any) -> "AdapterRecord":
+        """From JSON values.
+
+        Raises:
+            RunError: they do not have this form.
+        """
+        if isinstance(values, dict) and set(values) == {field.name for field in fields(cls)}:
+            record = cls(**values)
+            lists = (record.target_modules, record.modules_to_save)
+            is_text = all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists)
+            numbers = (record.rank, record.alpha, record.dropout)
+            is_number = all(isinstance(number, int | float) for number in numbers) and isinstance(record.rank, int)
+            texts = (record.base, record.fingerprint)
+            if is_text and is_number and record.rank >= 1 and all(isinstance(text, str | None) for text in texts):
+                return record
+        raise RunError("state.json describes its adapters in an unknown form")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelRecord:
     """The value of `model` in the state of a checkpoint."""
 
@@ -23,6 +58,9 @@ class ModelRecord:
     compute_dtype: str
     """"bfloat16", "float16", "float32" or "float64": that of the forward pass."""
 
+    adapters: AdapterRecord | None = None
+    """The checkpoint holds adapters, and modules trained whole beside them, not a whole model."""
+
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "ModelRecord":
         """From the state of a checkpoint.
@@ -31,9 +69,12 @@ class ModelRecord:
             RunError: it does not say.
         """
         values = state.get("model")
-        if not isinstance(values, dict) or set(values) != {field.name for field in fields(cls)}:
+        # Checkpoints from before there were adapters do not say that they have none.
+        values = {"adapters": None, **values} if isinstance(values, dict) else {}
+        if set(values) != {field.name for field in fields(cls)}:
             raise RunError("state.json does not say which model it is of: written by another version, or by a test")
-        record = cls(**values)
+        adapters = values.pop("adapters")
+        record = cls(**values, adapters=None if adapters is None else AdapterRecord.of(adapters))
         known = isinstance(record.config, dict) and isinstance(record.config.get("model_type"), str)
         if not known or not isinstance(record.tokenizer, str | None):
             raise RunError("state.json describes its model in an unknown form")

@@ -4,6 +4,9 @@ Above one rank FSDP2 shards the master weights and gathers copies in the compute
 gather: the model holds the copies itself, refreshed once per step, and FSDP's copies in and out of flat buffers are
 saved. Both keep master weights and gradient sums in the dtype of `model.optimization_dtype`, under the same names.
 
+Frozen parameters (see models.lora) come in the compute dtype and stay so: no master, no gradient, no copy to refresh.
+Above one rank they are sharded and gathered like the others.
+
 The optimizer sees plain local tensors in both forms, never DTensors: their dispatch costs host time per parameter, and
 fused updates of DTensors have leaked (pytorch issue 188174).
 """
@@ -31,8 +34,14 @@ class GradSync(Protocol):
         """This rank's part of each master weight by canonical name: plain tensors, what the optimizer updates."""
         ...
 
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        """This rank's part of each frozen parameter by canonical name: plain tensors, what the forward pass reads."""
+        ...
+
     def as_global(self, name: str, local: Tensor) -> Tensor:
-        """The tensor of which `local`, laid out like master `name`, is this rank's part: for checkpoints and init."""
+        """The tensor of which `local`, laid out like master or frozen parameter `name`, is this rank's part: for
+        checkpoints and init."""
         ...
 
     def before_backward(self, is_last: bool) -> None:
@@ -59,7 +68,8 @@ def apply_data_parallel(
     reshard_after_forward: bool,
     defer_grad_sync: bool,
 ) -> GradSync:
-    """Change a meta-device model, built in the masters' dtype, into its data-parallel form."""
+    """Change a meta-device model, built in the masters' dtype, frozen parameters in the compute dtype, into its
+    data-parallel form."""
     if mesh.device_mesh is None:
         return LocalGradSync(model, compute_dtype)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
@@ -73,7 +83,7 @@ class ShardedGradSync:
     """FSDP2. Gradients are plain sums over ranks: the loss already carries 1 / loss tokens of the global batch."""
 
     def __init__(self, model: CausalLM, *, defer: bool) -> None:
-        self._model: nn.Module = model
+        self._model = model
         self._defer = defer
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for unit in self._units:
@@ -88,13 +98,26 @@ class ShardedGradSync:
             unit.unshard()
             unit.reshard()
         self._parameters: dict[str, DTensor] = {
-            name: parameter for name, parameter in self._model.named_parameters() if isinstance(parameter, DTensor)
+            name: parameter
+            for name, parameter in self._model.canonical_parameters().items()
+            if isinstance(parameter, DTensor)
         }
-        self._masters = {name: parameter.to_local().detach() for name, parameter in self._parameters.items()}
+        self._masters, self._frozen = (
+            {
+                name: parameter.to_local().detach()
+                for name, parameter in self._parameters.items()
+                if parameter.requires_grad == trained
+            }
+            for trained in (True, False)
+        )
 
     @property
     def masters(self) -> dict[str, Tensor]:
         return self._masters
+
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        return self._frozen
 
     def as_global(self, name: str, local: Tensor) -> Tensor:
         parameter = self._parameters[name]
@@ -116,15 +139,16 @@ class ShardedGradSync:
             unit.set_is_last_backward(is_last)
 
     def gradients(self) -> dict[str, Tensor]:
+        parameters = {name: self._parameters[name] for name in self._masters}
         return {
             name: parameter.grad.to_local()
-            for name, parameter in self._parameters.items()
+            for name, parameter in parameters.items()
             if isinstance(parameter.grad, DTensor)
         }
 
     def clear_gradients(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        for name in self._masters:
+            self._parameters[name].grad = None
 
     def publish(self) -> None:
         """The next all-gather reads the masters themselves."""
@@ -134,20 +158,26 @@ class LocalGradSync:
     """One rank: master weights beside the model's copies in the compute dtype, or the same tensors if that is equal."""
 
     def __init__(self, model: CausalLM, compute_dtype: torch.dtype) -> None:
-        self._model: nn.Module = model
+        self._model = model
         self._compute_dtype = compute_dtype
 
     def materialize(self, device: torch.device) -> None:
         self._model.to_empty(device=device)
         self._masters: dict[str, Tensor] = {}
         self._copies: dict[str, nn.Parameter] = {}
-        for name, parameter in list(self._model.named_parameters()):
+        self._frozen: dict[str, Tensor] = {}
+        names = self._model.wrapped_names
+        for path_and_leaf, parameter in list(self._model.named_parameters()):
+            name = names.get(path_and_leaf, path_and_leaf)
+            if not parameter.requires_grad:
+                self._frozen[name] = parameter.detach()
+                continue
             if parameter.dtype == self._compute_dtype:
                 self._masters[name] = parameter.detach()
                 self._copies[name] = parameter
                 continue
             copy = nn.Parameter(parameter.detach().to(self._compute_dtype))
-            path, _, leaf = name.rpartition(".")
+            path, _, leaf = path_and_leaf.rpartition(".")
             setattr(self._model.get_submodule(path), leaf, copy)
             self._masters[name] = parameter.detach()
             self._copies[name] = copy
@@ -172,6 +202,10 @@ class LocalGradSync:
     @property
     def masters(self) -> dict[str, Tensor]:
         return self._masters
+
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        return self._frozen
 
     def as_global(self, name: str, local: Tensor) -> Tensor:
         return local
