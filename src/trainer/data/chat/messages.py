@@ -145,12 +145,16 @@ def _read_content(content: Any) -> str:
         raise ChatError(f"has {describe(content)} as its content, not text; write it as a JSON string")
     texts = []
     for part in content:
-        kind: Any = part.get("type") if isinstance(part, dict) else describe(part)
-        text = part.get("text") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(text, str):
-            what = "without text" if kind == "text" else f"of type {str(kind)[:80]!r}"
-            raise ChatError(f'has a part {what} in its content; only {{"type": "text", "text": ...}} can be trained on')
-        texts.append(text)
+        if not isinstance(part, dict):
+            what = f"that is {describe(part)}"
+        elif part.get("type") != "text":
+            what = f"of type {str(part.get('type'))[:80]!r}"
+        elif not isinstance(part.get("text"), str):
+            what = "without text"
+        else:
+            texts.append(part["text"])
+            continue
+        raise ChatError(f'has a part {what} in its content; only {{"type": "text", "text": ...}} can be trained on')
     return "".join(texts)
 
 
