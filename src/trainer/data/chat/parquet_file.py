@@ -7,7 +7,8 @@ the next one lies ahead in the same group.
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate, chain
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.chat.arrow_rows import RowMaker
@@ -22,6 +23,20 @@ if TYPE_CHECKING:
 
 _BATCH = 256
 """Rows decoded at once: an agent's conversation may take a megabyte."""
+_READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """Where reading ended."""
+
+    group: int
+    position: int
+    """The row that `rest` begins with."""
+
+    rest: "pa.RecordBatch"
+    stream: Iterator["pa.RecordBatch"]
+    """What follows `rest` in the row group."""
 
 
 class ParquetFile:
@@ -34,7 +49,7 @@ class ParquetFile:
             ChatError: it is damaged, or no column holds messages.
         """
         self._file = file
-        self._kept: tuple[int, int, Iterator[pa.RecordBatch]] | None = None
+        self._kept: _Kept | None = None
         with self._named_faults():
             opened = self._open()
             names = opened.schema_arrow.names
@@ -80,29 +95,31 @@ class ParquetFile:
         """The rows `start` up to `stop`, which lie in the row group."""
         kept, self._kept = self._kept, None
         with self._named_faults():
-            if kept is not None and kept[0] == group and kept[1] <= start:
-                _, position, stream = kept
-            else:
-                position = self._starts[group]
+            if kept is None or kept.group != group or kept.position > start:
                 opened = self._open()
                 stream = opened.iter_batches(_BATCH, row_groups=[group], columns=self._columns, use_threads=False)
-            for batch in stream:
+                kept = _Kept(group=group, position=self._starts[group], rest=_next(stream), stream=stream)
+            batch, position, stream = kept.rest, kept.position, kept.stream
+            while position < stop:
                 end = position + batch.num_rows
                 if end > start:
                     first = max(start, position)
                     yield batch.slice(first - position, min(stop, end) - first)
-                if end >= stop:
-                    if stop < self._starts[group + 1]:
-                        self._kept = group, stop, chain([batch.slice(stop - position)], stream)
+                if end > stop:
+                    self._kept = _Kept(group=group, position=stop, rest=batch.slice(stop - position), stream=stream)
                     return
                 position = end
+                if end < self._starts[group + 1]:
+                    batch = _next(stream)
+            if position < self._starts[group + 1]:
+                self._kept = _Kept(group=group, position=position, rest=batch, stream=stream)
 
     def _open(self) -> "pq.ParquetFile":
         import pyarrow.parquet as pq
 
         require_unchanged(self._file, self._file.path.stat())
-        # Without a buffer for whole row groups, which may take gigabytes.
-        return pq.ParquetFile(self._file.path, pre_buffer=False)
+        # Without either, the columns of a whole row group are read at once, which may be gigabytes.
+        return pq.ParquetFile(self._file.path, pre_buffer=False, buffer_size=_READ_BYTES)
 
     @contextmanager
     def _named_faults(self) -> Iterator[None]:
@@ -113,3 +130,10 @@ class ParquetFile:
         except (OSError, ValueError, NotImplementedError, pa.ArrowException) as error:
             cause = getattr(error, "strerror", None) or first_line(error)
             raise PlacedError(f"{self._file.path} cannot be read: {cause}") from error
+
+
+def _next(stream: Iterator["pa.RecordBatch"]) -> "pa.RecordBatch":
+    batch = next(stream, None)
+    if batch is None:
+        raise ValueError("it has fewer rows than its footer says")
+    return batch
