@@ -2,6 +2,8 @@
 
 import errno
 import fcntl
+import os
+from pathlib import Path
 from typing import TextIO
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
@@ -30,3 +32,11 @@ def try_lock(file: TextIO | int, *, shared: bool = False) -> bool | None:
             return None
         raise
     return True
+
+
+def is_at(handle: int, path: Path) -> bool:
+    """The open file is the one at `path`: somebody may have deleted it meanwhile, and a deleted one locks nothing."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False

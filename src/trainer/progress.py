@@ -119,26 +119,6 @@ class ProgressBar:
             self._progress = None
 
 
-class ProgressBars:
-    """A ProgressBar for each thing that is tracked, closed together."""
-
-    def __init__(self) -> None:
-        self._bars: dict[str, ProgressBar] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for bar in self._bars.values():
-            bar.close()
-
-    def track(self, what: str, done: int, total: int) -> None:
-        """Show how much of a thing is done."""
-        if what not in self._bars:
-            self._bars[what] = ProgressBar(description=what, total=total)
-        self._bars[what].update(done)
-
-
 class WorkProgress:
     """A bar with ETA on a terminal, a line now and then elsewhere."""
 
@@ -148,14 +128,15 @@ class WorkProgress:
         """
         Args:
             total: how much there is, None where it is not known; bytes for the units "kB" and "MB".
-            unit: of what is shown.
+            unit: of what is shown; "" where the description says it.
             done: how much was done by an earlier command.
         """
         self._scale = {"kB": 10**3, "MB": 10**6}.get(unit, 1)
         self._description, self._unit, self._say = description, unit, say
         self._total = None if total is None else max(1, -(-total // self._scale))
         self._begin = self._done = done // self._scale
-        self._bar = ProgressBar(description=f"{description}, {unit}", total=self._total, completed=self._done)
+        title = f"{description}, {unit}" if unit else description
+        self._bar = ProgressBar(description=title, total=self._total, completed=self._done)
         self._start = self._last = time.monotonic()
 
     def update(self, done: int, detail: str = "") -> None:
@@ -173,8 +154,8 @@ class WorkProgress:
 
     def _of_total(self, now: float) -> str:
         if self._total is None:
-            return f" {self._unit}"
-        text = f" of {self._total:,} {self._unit} ({min(1.0, self._done / self._total):.0%})"
+            return f" {self._unit}".rstrip()
+        text = f" of {self._total:,} {self._unit}".rstrip() + f" ({min(1.0, self._done / self._total):.0%})"
         if self._done > self._begin:
             seconds = (now - self._start) * max(0, self._total - self._done) / (self._done - self._begin)
             text += f", ETA {show_seconds(seconds)}"
@@ -182,3 +163,40 @@ class WorkProgress:
 
     def close(self) -> None:
         self._bar.close()
+
+
+def _print_line(text: str) -> None:
+    print(text, flush=True)
+
+
+class ProgressBars:
+    """Shows how far each thing is that is tracked, one after the other: see WorkProgress."""
+
+    def __init__(self, say: Callable[[str], None] = _print_line) -> None:
+        """
+        Args:
+            say: given the lines where standard output is no terminal.
+        """
+        self._say = say
+        self._what = ""
+        self._progress: WorkProgress | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def track(self, what: str, done: int, total: int) -> None:
+        """Show how much of a thing is done. What was tracked before is over."""
+        if self._progress is None or what != self._what:
+            self._close()
+            self._what = what
+            # Whatever is done already was no work of ours: the ETA comes from the speed since now.
+            self._progress = WorkProgress(description=what, total=total, unit="", say=self._say, done=done)
+        self._progress.update(done)
+
+    def _close(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None

@@ -17,7 +17,7 @@ from configs.errors import ConfigError
 from trainer.data.shards import UNFINISHED
 from trainer.errors import RunError
 from trainer.files import write_whole
-from trainer.locks import try_lock
+from trainer.locks import is_at, try_lock
 
 FOLDERS = ("tokenizer", "heldout", "train")
 """In the order in which they come into place."""
@@ -127,21 +127,13 @@ def _lock(folder: Path, say: Callable[[str], None]) -> Output:
         is_ours = try_lock(handle)
         if is_ours is None:
             say(f"{folder} lies on a file system without locks: nothing keeps a second tokenize from writing there too")
-        if is_ours is None or (is_ours and _is_at(handle, path)):
+        if is_ours is None or (is_ours and is_at(handle, path)):
             return Output(folder, handle)
         os.close(handle)
         if time.monotonic() > end:
             message = f"another tokenize is at work in {folder}; wait for it or choose another one"
             raise ConfigError.one(_KEY, message)
         time.sleep(0.1)
-
-
-def _is_at(handle: int, path: Path) -> bool:
-    """The open file is the one at `path`: a command that finishes deletes its lock, and a deleted one locks nothing."""
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _refuse_finished(folder: Path) -> None:
