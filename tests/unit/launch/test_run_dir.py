@@ -39,6 +39,12 @@ def _open_and_close(config: SFTConfig) -> int:
         ({"type": "fake"}, {"arch": {"model_type": "llama"}}, "fake--llama--"),
         ({"type": "tokens", "paths": ["data/my shards/", "other"]}, {"name": "org/Tiny-1.5"}, "my-shards--Tiny-1.5--"),
         ({"type": "tokens", "paths": ["data/.hidden"]}, {"arch": {"model_type": "qwen3"}}, "hidden--qwen3--"),
+        ({"type": "sft", "name": "org/Some-Chats"}, {"name": "org/Tiny-1.5"}, "Some-Chats--Tiny-1.5--"),
+        (
+            {"type": "sft", "name": "../data/my chats.jsonl"},
+            {"arch": {"model_type": "qwen3"}},
+            "my-chats.jsonl--qwen3--",
+        ),
     ],
 )
 def test_name_is_data_model_and_eight_hex_digits(
