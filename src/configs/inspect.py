@@ -39,6 +39,9 @@ with warnings.catch_warnings():
         counts: bool = True
         """Count rows, tokens, loss tokens, padding, documents."""
 
+        dropped: int = Field(default=0, ge=0)
+        """Of data of type sft: list this many of the conversations that give no sample, each with its reason."""
+
         scan: bool = False
         """Count everything exactly, however much has to be read for it."""
 

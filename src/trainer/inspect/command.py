@@ -36,7 +36,7 @@ def _start(config: "InspectConfig") -> int:
     from trainer.data.row import untracked
     from trainer.inspect.findings import gather
     from trainer.inspect.render import Style, render_selection
-    from trainer.inspect.report import document, render_counts, render_plan
+    from trainer.inspect.report import document, render_counts, render_dropped, render_plan
     from trainer.inspect.token_text import TokenText
     from trainer.progress import ProgressBars, has_colours
 
@@ -47,6 +47,8 @@ def _start(config: "InspectConfig") -> int:
         print(json.dumps(document(findings, texts)))
         return 0
     _print(f"data: {findings.source.description}")
+    if findings.template is not None:
+        _print(f"template: {findings.template}")
     if findings.plan is not None:
         _print(render_plan(findings.plan))
     style = Style(colours=has_colours(sys.stdout))
@@ -56,6 +58,8 @@ def _start(config: "InspectConfig") -> int:
         _print("")
         for text in render_counts(findings.counts):
             _print(text)
+    for text in render_dropped(findings.dropped):
+        _print(text)
     return 0
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from models.batch import IGNORE_INDEX
+from trainer.data.chat.counts import ChatCounts
+from trainer.data.chat.source import ChatSource
 from trainer.data.fake import FakeSource
 from trainer.data.row import RowError, Rows, RowSource, Track
 from trainer.data.shard import index_path, map_shard
@@ -57,7 +59,7 @@ class Counts:
     epoch: int
     rows: int
     tokens: int | None
-    """Tokens of the data, padding left out."""
+    """Tokens of the data, padding left out; of chats those of the epoch."""
 
     left_out_tokens: int
     """Those of them that the epoch reads in no row."""
@@ -81,6 +83,9 @@ class Counts:
     notes: list[str]
     """What was not counted exactly, and why."""
 
+    chats: ChatCounts | None = None
+    """What only conversations have; the documents are then samples."""
+
 
 def count(source: RowSource, *, epoch: int, scan: bool, track: Track) -> Counts:
     """Count an epoch of a source.
@@ -96,6 +101,8 @@ def count(source: RowSource, *, epoch: int, scan: bool, track: Track) -> Counts:
             return _count_tokens(source, epoch, scan, track)
         case FakeSource():
             return _count_fake(source, epoch, scan, track)
+        case ChatSource():
+            return _count_chats(source, epoch)
     return _count_rows(source, epoch, scan, track)
 
 
@@ -215,6 +222,28 @@ def _count_fake(source: FakeSource, epoch: int, scan: bool, track: Track) -> Cou
         lengths=lengths,
         exact_lengths=exact,
         notes=notes,
+    )
+
+
+def _count_chats(source: ChatSource, epoch: int) -> Counts:
+    """Exact for every epoch, from the plan: all epochs have the same rows by lengths."""
+    chats, tally = source.counts, LengthTally(source.seq_len)
+    tally.add(source.lengths)
+    return Counts(
+        epoch=epoch,
+        rows=source.num_rows,
+        tokens=chats.tokens,
+        left_out_tokens=0,
+        positions=source.num_rows * source.seq_len,
+        padding_tokens=chats.padding_tokens,
+        loss_tokens=chats.loss_tokens,
+        documents=chats.samples,
+        truncated=0 if chats.truncated is None else chats.truncated.count,
+        dropped=sum(drop.count for drop in chats.dropped.values()),
+        lengths=tally.lengths(),
+        exact_lengths=True,
+        notes=[],
+        chats=chats,
     )
 
 

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 
 from configs.inspect import InspectConfig
 from trainer.data.row import RowSource, Track
+from trainer.inspect.chats import template_of
 from trainer.inspect.counts import Counts, count
+from trainer.inspect.dropped import DroppedRow, dropped_rows
 from trainer.inspect.inputs import counted_epoch, load_inputs, plan_of
 from trainer.inspect.rows import Selection, select_rows
 
@@ -24,9 +26,15 @@ class Findings:
     plan: "Plan | None"
     """None where the config does not bound the run."""
 
+    template: str | None
+    """Of conversations: which template writes them, and how it shows what carries loss."""
+
     selection: Selection
     counts: Counts | None
     """None where they were not asked for."""
+
+    dropped: list[DroppedRow]
+    """As many as were asked for."""
 
 
 def gather(config: InspectConfig, track: Track) -> Findings:
@@ -41,8 +49,13 @@ def gather(config: InspectConfig, track: Track) -> Findings:
     """
     inputs = load_inputs(config, track)
     source = inputs.source
-    plan = plan_of(config, source)
-    selection = select_rows(config, source)
     epoch = counted_epoch(config, source)
-    counts = count(source, epoch=epoch, scan=config.scan, track=track) if config.counts else None
-    return Findings(tokenizer=inputs.tokenizer, source=source, plan=plan, selection=selection, counts=counts)
+    return Findings(
+        tokenizer=inputs.tokenizer,
+        source=source,
+        plan=plan_of(config, source),
+        template=template_of(config, inputs.tokenizer),
+        selection=select_rows(config, source),
+        counts=count(source, epoch=epoch, scan=config.scan, track=track) if config.counts else None,
+        dropped=dropped_rows(config, inputs.tokenizer, source),
+    )

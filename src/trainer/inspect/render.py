@@ -14,12 +14,15 @@ import numpy as np
 
 from configs.safe_text import one_line
 from models.batch import IGNORE_INDEX
+from trainer.inspect.chats import Origin
 from trainer.inspect.rows import Selection, ShownRow
 from trainer.inspect.token_text import TokenText
+from trainer.text import listed
 
 _BORDER = "─── "
 _TARGET = "→"
 _LINE_END = "↵"
+_MOST_ROLES = 8
 
 
 class State(Enum):
@@ -97,10 +100,13 @@ def _render_row(row: ShownRow, texts: TokenText, style: Style, table: bool) -> I
     )
     states = row_states(row)
     ends = np.cumsum(row.segment_lengths).tolist()
-    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+    for number, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         positions = row.position_ids[begin:end]
         loss = int((row.labels[begin:end] != IGNORE_INDEX).sum())
-        yield style.border(f"positions {positions[0]} to {positions[-1]}, {loss} of {end - begin} labels carry loss")
+        border = f"positions {positions[0]} to {positions[-1]}, {loss} of {end - begin} labels carry loss"
+        if number < len(row.origins):
+            border += f"; {_origin_text(row.origins[number], end - begin)}"
+        yield style.border(border)
         if states[begin] is State.PADDING and not table:
             yield style.paint(Token(text=f"{end - begin} tokens of padding", state=State.PADDING, control=False))
             continue
@@ -109,6 +115,15 @@ def _render_row(row: ShownRow, texts: TokenText, style: Style, table: bool) -> I
             yield from _render_table(row, begin, pieces, states, texts)
         else:
             yield "".join(_segment_text(row, begin, pieces, states, texts, style))
+
+
+def _origin_text(origin: Origin, length: int) -> str:
+    """`chats.jsonl, line 12: system, user, assistant`."""
+    text = f"{one_line(origin.place)}: {listed(origin.roles, most=_MOST_ROLES)}"
+    if length < origin.num_tokens:
+        last = origin.first_token + length - 1
+        text += f"; tokens {origin.first_token:,} to {last:,} of {origin.num_tokens:,}"
+    return text
 
 
 def _segment_text(

@@ -5,7 +5,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from configs.safe_text import one_line
+from trainer.data.chat.cache_record import Drop
+from trainer.data.chat.counts import ChatCounts
 from trainer.inspect.counts import Counts, Lengths
+from trainer.inspect.dropped import DroppedRow
 from trainer.inspect.findings import Findings
 from trainer.inspect.render import row_states
 from trainer.inspect.rows import ShownRow
@@ -22,22 +25,63 @@ def render_counts(counts: Counts) -> Iterator[str]:
     yield f"counts of epoch {counts.epoch}"
     yield _line("rows", f"{counts.rows:,}")
     tokens = "not counted" if counts.tokens is None else f"{counts.tokens:,}"
-    yield _line("tokens", f"{tokens}, {counts.left_out_tokens:,} of them left out of this epoch")
+    left_out = f", {counts.left_out_tokens:,} of them left out of this epoch" if counts.chats is None else ""
+    yield _line("tokens", tokens + left_out)
     yield _line("tokens with loss", _share(counts.loss_tokens, counts.positions))
     yield _line("padding", _share(counts.padding_tokens, counts.positions))
-    yield _line("truncated", f"{counts.truncated:,} samples")
-    yield _line("dropped", f"{counts.dropped:,} samples")
-    yield _line("documents", "not counted" if counts.documents is None else f"{counts.documents:,}")
-    lengths = counts.lengths
-    if lengths is not None and lengths.counted:
-        mean = lengths.total / lengths.counted
-        of = "" if counts.exact_lengths else f" of {lengths.counted:,} looked at"
-        yield _line("longest document", f"{lengths.longest:,} tokens; mean {mean:,.1f}{of}")
-        yield _line("longer than a row", f"{lengths.longer_than_row:,} documents{of}")
-        yield f"  document lengths (tokens){of}"
-        yield from _histogram(lengths)
+    if counts.chats is None:
+        yield _line("truncated", f"{counts.truncated:,} samples")
+        yield _line("dropped", f"{counts.dropped:,} samples")
+        yield _line("documents", "not counted" if counts.documents is None else f"{counts.documents:,}")
+    else:
+        yield from _chat_lines(counts.chats, counts.dropped)
+    if counts.lengths is not None and counts.lengths.counted:
+        yield from _length_lines(counts, counts.lengths)
     for note in counts.notes:
         yield f"note: {one_line(note)}"
+
+
+def _chat_lines(chats: ChatCounts, dropped: int) -> Iterator[str]:
+    yield _line("conversations", f"{chats.rows:,} in the data")
+    yield _line("samples", f"{chats.samples:,} in an epoch")
+    if chats.not_drawn:
+        yield _line("not drawn", f"{chats.not_drawn:,} samples, by data.probabilities")
+    cut_off = "" if chats.truncated is None else f", {chats.cut_tokens:,} tokens cut off"
+    yield _line("truncated", f"{_drop_text(chats.truncated, 'samples')}{cut_off}")
+    left_out = f", {chats.pieces_left_out:,} parts without loss left out" if chats.pieces_left_out else ""
+    yield _line("split", f"{_drop_text(chats.split, 'samples')}{left_out}")
+    yield _line("dropped", f"{dropped:,} conversations")
+    for reason, drop in sorted(chats.dropped.items(), key=lambda found: (-found[1].count, found[0])):
+        yield f"    {one_line(_drop_text(drop, reason))}"
+    yield _line("control tokens", f"{chats.split_control_tokens:,} spelled by messages, read as ordinary text")
+
+
+def _drop_text(drop: Drop | None, what: str) -> str:
+    """`3 no messages (first: chats.jsonl, line 7)`."""
+    if drop is None:
+        return f"0 {what}"
+    return f"{drop.count:,} {what} ({'first: ' if drop.count > 1 else ''}{drop.first_place})"
+
+
+def _length_lines(counts: Counts, lengths: Lengths) -> Iterator[str]:
+    document = "document" if counts.chats is None else "sample"
+    place = "" if counts.chats is None else f" ({one_line(counts.chats.longest_place)})"
+    of = "" if counts.exact_lengths else f" of {lengths.counted:,} looked at"
+    yield _line(
+        f"longest {document}", f"{lengths.longest:,} tokens{place}; mean {lengths.total / lengths.counted:,.1f}{of}"
+    )
+    yield _line("longer than a row", f"{lengths.longer_than_row:,} {document}s{of}")
+    yield f"  {document} lengths (tokens){of}"
+    yield from _histogram(lengths)
+
+
+def render_dropped(dropped: list[DroppedRow]) -> Iterator[str]:
+    """The lines to print."""
+    if dropped:
+        yield ""
+        yield "dropped conversations"
+    for row in dropped:
+        yield f"  {one_line(row.place)}: {one_line(row.reason)}"
 
 
 def render_plan(plan: "Plan") -> str:
@@ -53,11 +97,13 @@ def document(findings: Findings, texts: TokenText) -> dict[str, Any]:
     selection, plan, counts = findings.selection, findings.plan, findings.counts
     return {
         "data": findings.source.description,
+        "template": findings.template,
         "seq_len": findings.source.seq_len,
         "step": selection.step,
         "digest": selection.digest,
         "rows": [_row(row, texts) for row in selection.rows],
         "counts": None if counts is None else _counts(counts),
+        "dropped": [asdict(row) for row in findings.dropped],
         "plan": None
         if plan is None
         else {
@@ -88,6 +134,7 @@ def _row(row: ShownRow, texts: TokenText) -> dict[str, Any]:
         "segment_lengths": row.segment_lengths.tolist(),
         "num_padding_tokens": row.num_padding,
         "num_loss_tokens": row.num_loss_tokens,
+        "origins": [asdict(origin) for origin in row.origins],
         "states": [state.value for state in row_states(row)],
         "pieces": pieces,
         "segment_texts": segments,

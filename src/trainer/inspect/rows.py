@@ -1,6 +1,6 @@
 """Which rows are shown, and the rows: through the loader, the source and the collation of training."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from trainer.data.loader import RowLoader
 from trainer.data.permutation import KeyedPermutation
 from trainer.data.row import Rows, RowSource
 from trainer.errors import RunError
+from trainer.inspect.chats import Origin, origins_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,9 @@ class ShownRow:
     segment_lengths: np.ndarray
     num_padding: int
     """Length of the last segment where that is padding, else 0."""
+
+    origins: list[Origin] = field(default_factory=list)
+    """Of the segments but padding, in order; none where the data has no conversations."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -71,7 +75,7 @@ def select_rows(config: InspectConfig, source: RowSource) -> Selection:
         buffers = Rows.empty(1, source.seq_len)
         source.fill(config.epoch, np.array([index]), buffers)
         batch = collate(buffers, full_rows=source.full_rows, pin_memory=False)
-        rows.append(_shown(batch, place=None, epoch=config.epoch, index=index))
+        rows.append(_shown(config, source, batch, place=None, epoch=config.epoch, index=index))
     return Selection(rows=rows)
 
 
@@ -90,7 +94,7 @@ def _rows_of_step(config: InspectConfig, source: RowSource, step: int) -> Select
     epochs, indices = loader.addresses(step - 1)  # the loader counts finished steps: 0 before the first
     batches = loader.step(step - 1)
     rows = [
-        _shown(batch, place=place, epoch=int(epochs[place]), index=int(indices[place]))
+        _shown(config, source, batch, place=place, epoch=int(epochs[place]), index=int(indices[place]))
         for place, batch in enumerate(batches.micro_batches[: config.rows])
     ]
     return Selection(rows=rows, step=step, digest=format_digest(batches.digest))
@@ -117,7 +121,9 @@ def _go_on(config: InspectConfig, loader: RowLoader, step: int) -> None:
     loader.load_state_dict(data, first)
 
 
-def _shown(batch: Batch, *, place: int | None, epoch: int, index: int) -> ShownRow:
+def _shown(
+    config: InspectConfig, source: RowSource, batch: Batch, *, place: int | None, epoch: int, index: int
+) -> ShownRow:
     return ShownRow(
         place=place,
         epoch=epoch,
@@ -127,4 +133,5 @@ def _shown(batch: Batch, *, place: int | None, epoch: int, index: int) -> ShownR
         position_ids=batch.position_ids[0].numpy(),
         segment_lengths=np.diff(batch.segments.host_cu_seqlens.numpy()),
         num_padding=batch.num_padding_tokens,
+        origins=origins_of(config.data, source, epoch, index),
     )

@@ -7,7 +7,7 @@ import torch
 
 from configs.errors import ConfigError
 from configs.validation import ValChatConfig, ValConfig, ValSetConfig
-from trainer.data.chat.build import ChatTools
+from trainer.data.chat.build import ChatTools, build_val_chats
 from trainer.parallel.mesh import Mesh
 from trainer.validation.chat_task import ChatTask
 from trainer.validation.scoring import Validation
@@ -59,8 +59,6 @@ def build_validation(
 def _build_chats(config: ValChatConfig, chats: ChatTools | None, vocab_size: int) -> ChatTask:
     if chats is None:
         raise ConfigError.one("tokenizer.name", "the conversations of val.data need a tokenizer with a chat template")
-    from trainer.data.chat.build import build_val_chats
-
     source = build_val_chats(config, chats, vocab_size=vocab_size)
     return ChatTask(source, rows_per_forward=config.micro_batch_size)
 

@@ -85,11 +85,11 @@ def test_json_is_one_document_and_the_text_is_that_of_the_tokens(
 
     answer = inspect("@", train_toml, "--step", 2, "--rows", 1, "--json")
     document = answer.json
-    assert list(document) == ["data", "seq_len", "step", "digest", "rows", "counts", "plan"]
+    assert list(document) == [*("data", "template", "seq_len", "step", "digest", "rows", "counts", "dropped", "plan")]
     (row,) = document["rows"]
     assert list(row) == [
         *("place", "epoch", "index", "input_ids", "labels", "position_ids", "segment_lengths"),
-        *("num_padding_tokens", "num_loss_tokens", "states", "pieces", "segment_texts", "text"),
+        *("num_padding_tokens", "num_loss_tokens", "origins", "states", "pieces", "segment_texts", "text"),
     ]
     assert row["text"] == AutoTokenizer.from_pretrained(tiny_tokenizer).decode(row["input_ids"])
     assert row["text"] == "".join(row["pieces"]) == "".join(row["segment_texts"])

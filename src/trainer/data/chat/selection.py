@@ -168,14 +168,18 @@ def _refuse_long(parts: Sequence[CachedPart], cuts: list[Cut], seq_len: int, key
 def _dropped(parts: Sequence[CachedPart], cuts: list[Cut], options: RowOptions) -> dict[str, Drop]:
     """Conversations that give nothing, by reason: those of the caches, and those that do not fit into a row."""
     drops = [part.samples.counts.dropped for part in parts]
-    if options.overflow == "drop":
-        reason = f"longer than seq_len = {options.seq_len}"
-    else:
-        reason = f"no loss token in the first seq_len = {options.seq_len} tokens"
+    reason = lost_reason(options.overflow, options.seq_len)
     for part, found in zip(parts, cuts, strict=True):
         if len(found.lost):
             drops.append({reason: _drop(part, found.lost)})
     return merge_drops(drops)
+
+
+def lost_reason(overflow: Overflow, seq_len: int) -> str:
+    """What samples without a piece are counted under."""
+    if overflow == "drop":
+        return f"longer than seq_len = {seq_len}"
+    return f"no loss token in the first seq_len = {seq_len} tokens"
 
 
 def _cut_samples(parts: Sequence[CachedPart], cuts: list[Cut]) -> Drop | None:
