@@ -4,11 +4,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from configs.data import SFTDataConfig
-from configs.errors import ConfigError
+from configs.data import ChatConfig, SFTDataConfig
 from configs.renderer import RendererConfig
 from configs.sft import SFTConfig
-from trainer.data.row import RowSource, Track
+from configs.validation import ValChatConfig
+from trainer.data.chat.cache import open_or_build
+from trainer.data.chat.conversation import LossRules
+from trainer.data.chat.parts import open_parts
+from trainer.data.chat.selection import CachedPart, RowOptions
+from trainer.data.chat.source import ChatSource
+from trainer.data.row import Track
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +42,7 @@ def chat_tools(config: SFTConfig, tokenizer: "PreTrainedTokenizerBase | None", t
     return ChatTools(tokenizer=tokenizer, renderer=config.renderer, cache_dir=config.chat_cache, track=track)
 
 
-def build_chats(config: SFTDataConfig, tools: ChatTools, *, vocab_size: int) -> RowSource:
+def build_chats(config: SFTDataConfig, tools: ChatTools, *, vocab_size: int) -> ChatSource:
     """The rows that a table of conversations asks for.
 
     Args:
@@ -46,4 +51,60 @@ def build_chats(config: SFTDataConfig, tools: ChatTools, *, vocab_size: int) -> 
     Raises:
         ConfigError: the data is missing, malformed or holds nothing to train on, or its template cannot be used.
     """
-    raise ConfigError.one("data.type", "sft is being built")
+    options = RowOptions(
+        seq_len=config.seq_len,
+        packing=config.packing,
+        overflow=config.overflow,
+        seed=config.seed,
+        shuffle=config.shuffle,
+        probabilities=config.probabilities,
+        stopping_strategy=config.stopping_strategy,
+        padding_id=_padding_id(tools.tokenizer, vocab_size),
+    )
+    return ChatSource(_open(config, tools, "data"), options, vocab_size=vocab_size, key="data")
+
+
+def build_val_chats(config: ValChatConfig, tools: ChatTools, *, vocab_size: int) -> ChatSource:
+    """The rows of `[val.data]`: every sample once, in every epoch alike.
+
+    Raises:
+        ConfigError: as for `build_chats`, about the keys of val.data.
+    """
+    options = RowOptions(
+        seq_len=config.seq_len,
+        packing=config.packing,
+        overflow=config.overflow,
+        seed=0,
+        shuffle=False,
+        probabilities=None,
+        stopping_strategy="all_exhausted",
+        padding_id=_padding_id(tools.tokenizer, vocab_size),
+    )
+    return ChatSource(_open(config, tools, "val.data"), options, vocab_size=vocab_size, key="val.data")
+
+
+def _open(config: ChatConfig, tools: ChatTools, key: str) -> list[CachedPart]:
+    """The parts of a table, tokenised."""
+    rules = LossRules.of(config)
+    return [
+        CachedPart(
+            part=part,
+            samples=open_or_build(
+                part,
+                tokenizer=tools.tokenizer,
+                renderer_config=tools.renderer,
+                rules=rules,
+                cache_dir=config.cache_dir or tools.cache_dir,
+                workers=config.cache_workers,
+                track=tools.track,
+                key=key,
+            ),
+        )
+        for part in open_parts(config)
+    ]
+
+
+def _padding_id(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> int:
+    """Any token would do: padding carries no loss and is attended by nothing else."""
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((id_ for id_ in known if isinstance(id_, int) and id_ < vocab_size), 0)

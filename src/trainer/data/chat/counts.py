@@ -64,10 +64,12 @@ class ChatCounts:
             f"with loss, {self.padding_share:.2%} padding"
         ]
         if self.truncated is not None:
-            phrases.append(f"{_found(self.truncated)} truncated, {self.cut_tokens:,} tokens cut off")
+            phrases.append(
+                f"{self.truncated.count:,} truncated ({_place(self.truncated)}), {self.cut_tokens:,} tokens cut off"
+            )
         if self.split is not None:
             left_out = f", {self.pieces_left_out:,} pieces without loss left out ({self.cut_tokens:,} tokens)"
-            phrases.append(f"{_found(self.split)} split{left_out * (self.pieces_left_out > 0)}")
+            phrases.append(f"{self.split.count:,} split ({_place(self.split)}){left_out * (self.pieces_left_out > 0)}")
         if self.dropped:
             phrases.append(f"left out: {reasons_text(self.dropped)}")
         if self.not_drawn:
@@ -93,10 +95,6 @@ def reasons_text(drops: Mapping[str, Drop]) -> str:
     """`3 no messages (first: a.jsonl, line 4), 1 empty answer (a.jsonl, line 9)`, the most frequent first."""
     ordered = sorted(drops.items(), key=lambda item: (-item[1].count, item[0]))
     return ", ".join(f"{drop.count:,} {reason} ({_place(drop)})" for reason, drop in ordered)
-
-
-def _found(drop: Drop) -> str:
-    return f"{drop.count:,} ({_place(drop)})"
 
 
 def _place(drop: Drop) -> str:
