@@ -1,0 +1,161 @@
+"""The ways to find what carries loss in a rendered text; see `renderer`."""
+
+from typing import Any, Protocol
+
+from trainer.data.chat.literals import ControlTokens
+from trainer.data.chat.marks import ChatTemplate, Render
+from trainer.data.chat.prefix import ADVICE, UnmarkedTemplate, place
+from trainer.data.chat.presence import shown_in
+from trainer.data.chat.sample import ChatError, Conversation
+from trainer.data.chat.shipped import choose_shipped
+
+Span = tuple[int, int]
+
+
+class Way(Protocol):
+    """Finds the parts of a text that carry loss."""
+
+    name: str
+    """In a few words."""
+
+    def parts(self, chat: Conversation, render: Render) -> list[Span]:
+        """Start and stop in the text, ascending, of what the messages that train say, ends of turns included.
+
+        Raises:
+            ChatError: there is no exact answer.
+        """
+        ...
+
+
+def choose_way(own: ChatTemplate, control: ControlTokens, roles: frozenset[str]) -> Way:
+    """The first way that fits a template.
+
+    Args:
+        own: the template.
+        control: the tokenizer's control tokens.
+        roles: whose messages carry loss; marks of a template's own are around assistants alone.
+    """
+    unmarked = Unmarked(own, control)
+    marked = OwnMarks(own, control, unmarked) if own.is_marked else None
+    if marked is not None and roles <= {"assistant"}:
+        return marked
+    shipped = choose_shipped(own, own.variables)
+    if shipped is not None:
+        return ShippedMarks(*shipped, unmarked)
+    return marked or unmarked
+
+
+class ShippedMarks:
+    """By a shipped template, where its text is the same; else as without marks."""
+
+    def __init__(self, family: str, template: ChatTemplate, otherwise: "Unmarked") -> None:
+        self.name = f"by the marks of the shipped template {family}"
+        self.template = template
+        self._otherwise = otherwise
+
+    def parts(self, chat: Conversation, render: Render) -> list[Span]:
+        try:
+            marked = self.template.render(chat.messages, chat.tools)
+        except Exception:  # templates are programs; the shipped one may not know what the own one takes
+            return self._otherwise.parts(chat, render)
+        if marked.text != render.text:
+            return self._otherwise.parts(chat, render)
+        spans = {number: (start, stop) for number, start, stop in marked.marks}
+        trains = [number for number, train in enumerate(chat.trains) if train]
+        return (
+            sorted(spans[number] for number in trains)
+            if spans.keys() >= set(trains)
+            else self._otherwise.parts(chat, render)
+        )
+
+
+class OwnMarks:
+    """By the template's own marks around what assistants say."""
+
+    name = "by the template's own marks"
+
+    def __init__(self, own: ChatTemplate, control: ControlTokens, otherwise: "Unmarked") -> None:
+        self._own = own
+        self._control = control
+        self._otherwise = otherwise
+
+    def parts(self, chat: Conversation, render: Render) -> list[Span]:
+        marks = _by_message(chat, render)
+        spans: list[Span] = []
+        for number, message in enumerate(chat.messages):
+            if not chat.trains[number]:
+                continue
+            if message["role"] != "assistant":
+                spans.append(self._otherwise.part(chat, render, number))
+                continue
+            said = "".join(render.text[start:stop] for start, stop in marks[number])
+            if not shown_in(said, message["content"]):
+                raise ChatError(f"{place(chat, number)}: the template's marks do not enclose what it says")
+            spans += self._with_end(chat, render.text, number, self._without_start(render.text, marks[number]))
+        return sorted(spans)
+
+    def _without_start(self, text: str, marks: list[Span]) -> list[Span]:
+        (start, stop), *others = marks
+        return [(stop - len(self._otherwise.strip_start(text[start:stop])), stop), *others]
+
+    def _with_end(self, chat: Conversation, text: str, number: int, marks: list[Span]) -> list[Span]:
+        """The token that ends the turn comes last: it may stand behind the marks, or white space behind it."""
+        *others, (start, stop) = marks
+        end = self._control.end_in(text, start, stop)
+        if end is None:
+            end = self._control.end_of_token_at(text, stop)
+        if end is None:
+            # Without control tokens the end may be any text, but there has to be one.
+            said, content = text[start:stop].rstrip(), chat.messages[number]["content"].rstrip()
+            end = start + len(said)
+            if not said or said.endswith(content or "\0") or "tool_calls" in chat.messages[number]:
+                raise no_end(chat, number)
+        return [*others, (start, end)]
+
+
+class Unmarked:
+    """By strict prefix rendering, or the rounds of the template's loop."""
+
+    name = "by strict prefix rendering"
+
+    def __init__(self, own: ChatTemplate, control: ControlTokens) -> None:
+        self._finder = UnmarkedTemplate(own)
+        self._control = control
+        self.strip_start = self._finder.strip_start
+
+    def parts(self, chat: Conversation, render: Render) -> list[Span]:
+        return [self.part(chat, render, number) for number, train in enumerate(chat.trains) if train]
+
+    def part(self, chat: Conversation, render: Render, number: int) -> Span:
+        start, stop = self._finder.body(chat, render, number)
+        end = self._control.end_in(render.text, start, stop)
+        if end is not None:
+            return start, end
+        if chat.messages[number]["role"] == "assistant":
+            raise no_end(chat, number)
+        # Not every role has an end of its own. The body of such a message begins with its content.
+        content = chat.messages[number]["content"]
+        trimmed = render.text.startswith(content.strip(), start)
+        return start, start + len(content.strip() if trimmed else content)
+
+
+def no_end(chat: Conversation, number: int) -> ChatError:
+    """An answer that a model would never learn to stop after."""
+    return ChatError(f"{place(chat, number)}: the template ends it with no control token. {ADVICE}")
+
+
+def _by_message(chat: Conversation, render: Render) -> dict[int, list[Span]]:
+    """The marks of each assistant message: those in its rounds, else one each in order."""
+    answers = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    found: dict[int, list[Span]] = {number: [] for number in answers}
+    marks: list[tuple[Any, int, int]] = [mark for mark in render.marks if mark[1] < mark[2]]
+    for _, start, stop in marks:
+        for number in answers:
+            if any(a <= start and stop <= b for a, b in render.rounds.get(number, [])):
+                found[number].append((start, stop))
+    if all(found.values()) and sum(map(len, found.values())) == len(marks):
+        return found
+    if len(marks) != len(answers):
+        what = f"the template's marks enclose {len(marks)} parts, but there are {len(answers)} assistant messages"
+        raise ChatError(f"{what}. {ADVICE}")
+    return {number: [(start, stop)] for number, (_, start, stop) in zip(answers, marks, strict=True)}
