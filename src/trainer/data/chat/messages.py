@@ -44,9 +44,9 @@ def read_message(message: Any) -> tuple[dict[str, Any], bool | None]:
     wish = _wish(message)
     read = {key: value for key, value in message.items() if value is not None and key not in ("train", "weight")}
     read["content"] = _read_content(content)
-    reasoning = read.get("reasoning_content")
-    if reasoning is not None and not isinstance(reasoning, str):
-        raise ChatError(f"has {describe(reasoning)} as reasoning_content, not text")
+    for key in REASONING:
+        if not isinstance(read.get(key, ""), str):
+            raise ChatError(f"has {describe(read[key])} as its {key}, not text")
     if "function_call" in read:
         raise ChatError("has a function_call; write it as tool_calls")
     if "tool_calls" in read:
