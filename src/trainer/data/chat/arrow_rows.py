@@ -42,7 +42,7 @@ def _restorer(kind: "pa.DataType") -> _Restore | None:
         return _restorer(kind.storage_type)
     if pa.types.is_struct(kind):
         return _struct_restorer({field.name: _restorer(field.type) for field in kind})
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType | pa.ListViewType | pa.LargeListViewType):
         return _list_restorer(_restorer(kind.value_type))
     if pa.types.is_map(kind):
         return _map_restorer(_restorer(kind.item_type))

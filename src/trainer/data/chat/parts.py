@@ -90,6 +90,5 @@ def _open_part(part: ChatPart) -> Part:
             if not path.is_dir():
                 raise ChatError(f"there is no folder {path} for the subset {part.subset!r} of {part.name}")
         return open_saved(path, part.split) if is_saved(path) else open_files(path, part.split)
-    except (OSError, ValueError) as error:
-        cause = getattr(error, "strerror", None) or error
-        raise ChatError(f"{getattr(error, 'filename', None) or path} cannot be read: {cause}") from error
+    except OSError as error:
+        raise ChatError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
