@@ -32,7 +32,7 @@ class ExportConfig(BaseConfig):
     """Step of the checkpoint, where a run directory is given."""
 
     output_dir: Path | None = None
-    """Folder to write. Unset: <run_dir>/exports/step_N."""
+    """Folder to write. Unset: <run_dir>/exports/step_N, or step_N_merged with `merge`."""
 
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """Dtype of the weights. Unset: that in which the run computed, as a rule bfloat16. Masters are kept in float32."""
@@ -43,6 +43,13 @@ class ExportConfig(BaseConfig):
 
     tokenizer: ExportTokenizerConfig = ExportTokenizerConfig()
     """Tokenizer to write beside the weights."""
+
+    merge: bool = False
+    """Of a checkpoint of adapters: add them to the weights of their base and write a whole model, not files of peft."""
+
+    base: str | None = None
+    """Of a checkpoint of adapters: folder or Hugging Face id of their base, where it has moved since. It must hold the
+    same weights."""
 
     clean: bool = False
     """Replace the folder if it is there and holds an earlier export."""

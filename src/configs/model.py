@@ -167,6 +167,9 @@ class ModelConfig(BaseConfig):
                 "checkpoint), in place of [model.arch]"
             )
             faults.append(Fault(key="lora", message=message))
+        if self.lora is not None and self.debug.num_layers is not None and not self.debug.random_init:
+            message = "leaves adapters that fit no whole model; leave it or [model.lora] out"
+            faults.append(Fault(key="debug.num_layers", message=message))
         for key in ("compute_dtype", "reduce_dtype"):
             dtype = getattr(self, key)
             if self.optimization_dtype == "float64" and dtype not in (None, "float64"):

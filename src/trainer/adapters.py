@@ -11,7 +11,9 @@ from configs.model import LoRAConfig, ModelConfig
 from models.base import CausalLM
 from models.errors import AdapterError
 from models.lora import apply_lora
-from trainer.checkpoint import AdapterRecord, ModelRecord
+from trainer.checkpoint import ModelRecord
+from trainer.checkpoint.as_model import open_model
+from trainer.weights.adapter_files import AdapterRecord
 from trainer.weights.fingerprint import fingerprint
 
 _SAME = ("rank", "alpha", "target_modules", "modules_to_save")
@@ -47,6 +49,7 @@ def adapter_record(config: ModelConfig, folder: Path | None) -> AdapterRecord | 
 
     Raises:
         ConfigError: the weights are missing or damaged.
+        RunError: a file of them is damaged.
     """
     if config.lora is None:
         return None
@@ -61,7 +64,7 @@ def adapter_record(config: ModelConfig, folder: Path | None) -> AdapterRecord | 
         target_modules=config.lora.target_modules,
         modules_to_save=config.lora.modules_to_save,
         base=base if has_base else None,
-        fingerprint=fingerprint(folder) if has_base and folder is not None else None,
+        fingerprint=fingerprint(open_model(folder)) if has_base and folder is not None else None,
     )
 
 

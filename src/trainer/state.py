@@ -10,12 +10,13 @@ from transformers import PretrainedConfig
 from configs.checkpoint import CheckpointConfig
 from configs.sft import SFTConfig
 from models.hf_config import config_to_dict
-from trainer.checkpoint import AdapterRecord, ModelRecord
+from trainer.checkpoint import ModelRecord
 from trainer.data.loader import RowLoader
 from trainer.hooks import Hook
 from trainer.nan_guard import NanGuard, SpikeMeter
 from trainer.optim.adamw import AdamW
 from trainer.parallel.data_parallel import GradSync
+from trainer.weights.adapter_files import AdapterRecord
 
 STATE_KEYS = ("progress", "data", "guard", "spikes", "hooks", "wandb_id", "metrics", "model")
 """What the state of a checkpoint holds."""

@@ -7,11 +7,10 @@ from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.fits import check_fits
 from trainer.checkpoint.folder import find_checkpoint
 from trainer.checkpoint.manifest import read_state
-from trainer.checkpoint.model_record import AdapterRecord, ModelRecord
+from trainer.checkpoint.model_record import ModelRecord
 from trainer.checkpoint.tensor_writer import checkpoint_size
 
 __all__ = [
-    "AdapterRecord",
     "Checkpointer",
     "ModelRecord",
     "check_fits",

@@ -3,9 +3,10 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from trainer.checkpoint.safe_reader import DamagedError
 from trainer.checkpoint.tensor_reader import TensorReader
 from trainer.errors import RunError
 from trainer.files import make_empty, rename_over, require_space, sync, write_whole
+from trainer.weights.adapter_files import write_adapters
 from trainer.weights.card import write_config, write_generation_config
 from trainer.weights.tokenizer_files import TokenizerFiles
 from trainer.weights.write import TensorEntry, can_write, write_safetensors
@@ -120,7 +122,8 @@ def write_export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Write the folder. It has its name only once all of it is on disk; killed before, a hidden one is left.
+    """Write a model, or adapters where the checkpoint holds these. The folder has its name only once all of it is on
+    disk; killed before, a hidden one is left.
 
     Args:
         target: replaced if it is there: the caller has seen to it that it may be.
@@ -131,26 +134,51 @@ def write_export(
     Raises:
         RunError: it cannot be written (a full disk, say), or a number does not fit the dtype. Nothing is left then.
     """
-    temporary = target.with_name(f".{target.name}.tmp")
-    source = _Source(export)
+    source = TensorSource(export)
 
+    def fill(folder: Path) -> None:
+        adapters = export.record.adapters
+        if adapters is not None:
+            write_adapters(folder, adapters, export.entries, source.read, on_progress=on_progress)
+            return
+        write_safetensors(folder, export.entries, source.read, max_shard_bytes=max_shard_bytes, on_progress=on_progress)
+        write_model_configs(folder, export, tokenizer)
+
+    write_folder(export, target, tokenizer, num_bytes=export.num_bytes, fill=fill)
+
+
+def write_folder(
+    export: Export,
+    target: Path,
+    tokenizer: TokenizerFiles | None,
+    *,
+    num_bytes: int,
+    fill: Callable[[Path], None],
+    note: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Write a folder that has its name only once all of it is on disk: what `fill` puts in, tokenizer, mark.
+
+    Args:
+        num_bytes: of the tensors, for which there must be space.
+        fill: given the folder under its temporary name.
+        note: what the mark says besides step, run and dtype.
+
+    Raises:
+        RunError: as `write_export`.
+    """
+    temporary = target.with_name(f".{target.name}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         require_space(
             target.parent,
-            export.num_bytes + 2**20 + sum(len(content) for content in (tokenizer.files if tokenizer else {}).values()),
+            num_bytes + 2**20 + sum(len(content) for content in (tokenizer.files if tokenizer else {}).values()),
             "an export",
         )
         make_empty(temporary)
-        write_safetensors(
-            temporary, export.entries, source.read, max_shard_bytes=max_shard_bytes, on_progress=on_progress
-        )
-        config = export.record.config
-        write_config(temporary, config, export.dtype)
-        write_generation_config(temporary, config, tokenizer.special_ids if tokenizer else {})
+        fill(temporary)
         if tokenizer is not None:
             tokenizer.write(temporary)
-        mark = {"step": export.step, "run": export.path.absolute().parents[1].name, "dtype": export.dtype}
+        mark = {"step": export.step, "run": export.path.absolute().parents[1].name, "dtype": export.dtype, **note}
         write_whole(temporary / MARK_NAME, (json.dumps(mark, indent=2) + "\n").encode())
         sync(temporary)
         replaced = rename_over(temporary, target)
@@ -161,7 +189,13 @@ def write_export(
         raise RunError(f"{target} could not be written: {describe(error)}") from error
 
 
-class _Source:
+def write_model_configs(folder: Path, export: Export, tokenizer: TokenizerFiles | None) -> None:
+    """Write `config.json` and `generation_config.json` of a whole model."""
+    write_config(folder, export.record.config, export.dtype)
+    write_generation_config(folder, export.record.config, tokenizer.special_ids if tokenizer else {})
+
+
+class TensorSource:
     """Tensors as they are to be written, one at a time in the same memory: what a heap makes of blocks of many sizes
     that come and go can be several times as much."""
 

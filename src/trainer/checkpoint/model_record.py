@@ -5,44 +5,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from trainer.errors import RunError
+from trainer.weights.adapter_files import AdapterRecord
 
 _NOT_COMPUTED = ("dtype", "architectures", "use_cache")
 """Keys of a Hugging Face config that change nothing in training."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterRecord:
-    """What a checkpoint that holds adapters says about them. Fields as those of `[model.lora]`."""
-
-    rank: int
-    alpha: float
-    dropout: float
-    target_modules: list[str]
-    modules_to_save: list[str]
-
-    base: str | None
-    """Folder or Hugging Face id of the weights that they belong to, None where these had no meaning."""
-
-    fingerprint: str | None
-    """Of the base's weights: see trainer.weights.fingerprint."""
-
-    @classmethod
-    def of(cls, values: Any) -> "AdapterRecord":
-        """From JSON values.
-
-        Raises:
-            RunError: they do not have this form.
-        """
-        if isinstance(values, dict) and set(values) == {field.name for field in fields(cls)}:
-            record = cls(**values)
-            lists = (record.target_modules, record.modules_to_save)
-            is_text = all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists)
-            numbers = (record.rank, record.alpha, record.dropout)
-            is_number = all(isinstance(number, int | float) for number in numbers) and isinstance(record.rank, int)
-            texts = (record.base, record.fingerprint)
-            if is_text and is_number and record.rank >= 1 and all(isinstance(text, str | None) for text in texts):
-                return record
-        raise RunError("state.json describes its adapters in an unknown form")
 
 
 @dataclass(frozen=True, kw_only=True)

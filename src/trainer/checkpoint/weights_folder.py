@@ -35,6 +35,9 @@ class WeightsFolder:
         # Now, since both take the interpreter lock for long: in the background of a step they would be felt.
         from transformers.models.auto import modeling_auto  # noqa: F401
 
+        if record.adapters is not None:
+            import peft  # noqa: F401
+
         self._tokenizer: TokenizerFiles | None = read_tokenizer(record.tokenizer) if record.tokenizer else None
         for path in list(self._folder.glob(".step_*")):
             if _LEFTOVER_NAME.fullmatch(path.name):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 from configs.errors import ConfigError, Fault
@@ -10,6 +11,7 @@ from trainer.checkpoint import find_checkpoint
 from trainer.checkpoint.export import MARK_NAME, Export, check_content, plan_export, write_export
 from trainer.checkpoint.folder import FOLDER_NAME
 from trainer.checkpoint.manifest import STATE_NAME, STEP_NAME
+from trainer.export.merge import Base, Merge, find_base, plan_merge, with_base, write_merged
 from trainer.progress import WorkProgress
 from trainer.weights.tokenizer_files import TokenizerFiles, read_tokenizer
 
@@ -27,12 +29,16 @@ def export(config: ExportConfig, say: Callable[[str], None]) -> None:
         _check_target(target, clean=config.clean)
     except OSError as error:
         raise ConfigError.one("output_dir", f"{target} cannot be used: {error.strerror}") from error
-    plan = plan_export(path, config.dtype)
+    plan = plan_export(path, "float32" if config.merge else config.dtype)
     tokenizer = _tokenizer(config, plan)
-    say(f"export: {path}, {plan.num_params:,} parameters, {plan.num_bytes:,} bytes in {plan.dtype}")
+    base = _base(config, plan, say)
+    merge = plan_merge(plan, base, config.dtype) if config.merge and base is not None else None
+    whole = plan if merge is None else merge.whole
+    say(f"export: {path}, {_content(plan, merge)}, {whole.num_bytes:,} bytes in {whole.dtype}")
     check_content(plan)
-    with closing(WorkProgress(description="export", total=plan.num_bytes, unit="MB", say=say)) as progress:
-        write_export(plan, target, tokenizer, max_shard_bytes=config.max_shard_bytes, on_progress=progress.update)
+    with closing(WorkProgress(description="export", total=whole.num_bytes, unit="MB", say=say)) as progress:
+        write = partial(write_export, with_base(plan, base)) if merge is None else partial(write_merged, merge)
+        write(target, tokenizer, max_shard_bytes=config.max_shard_bytes, on_progress=progress.update)
     if tokenizer is None:
         say("the run had no tokenizer, so none is written; --tokenizer.name adds one")
     say(f"written: {target}")
@@ -72,7 +78,30 @@ def _target(config: ExportConfig, path: Path) -> Path:
     if place.parent.name != FOLDER_NAME:
         message = f"is needed: {path} lies in no run directory, where exports go by default"
         raise ConfigError.one("output_dir", message)
-    return place.parent.parent / "exports" / place.name
+    return place.parent.parent / "exports" / (place.name + "_merged" * config.merge)
+
+
+def _base(config: ExportConfig, plan: Export, say: Callable[[str], None]) -> Base | None:
+    """The base of the checkpoint's adapters, where it is asked for.
+
+    Raises:
+        ConfigError: the checkpoint holds no adapters, or their base is missing or another one.
+    """
+    if not config.merge and config.base is None:
+        return None
+    if plan.record.adapters is None:
+        key = "merge" if config.merge else "base"
+        raise ConfigError.one(key, f"{plan.path} holds a whole model, no adapters that could have a base")
+    return find_base(plan.record.adapters, config.base, say)
+
+
+def _content(plan: Export, merge: Merge | None) -> str:
+    adapters = plan.record.adapters
+    if adapters is None:
+        return f"{plan.num_params:,} parameters"
+    if merge is None:
+        return f"adapters of {adapters.base}, {plan.num_params:,} parameters"
+    return f"adapters merged with {merge.base.name}, {merge.whole.num_params:,} parameters"
 
 
 def _check_target(target: Path, *, clean: bool) -> None:

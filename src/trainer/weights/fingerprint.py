@@ -1,64 +1,51 @@
-"""A fingerprint of a folder's weights: enough to tell another model, another revision or a further trained one."""
+"""A fingerprint of weights: enough to tell another model, another revision or a further trained one."""
 
 import hashlib
-import math
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from configs.errors import ConfigError
-from trainer.weights.folder import open_weights
+from trainer.weights.folder import StoredRows, WeightFiles
 
 _SAMPLED_ROWS = 16
-"""Rows of each tensor, evenly spread, the first and the last among them."""
+"""Rows of each matrix, evenly spread, the first and the last among them."""
+_SAMPLED_ELEMENTS = 1 << 16
+"""Of a row, from its beginning: stacks of matrices have long ones."""
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(files: WeightFiles) -> str:
     """BLAKE2b over names, dtypes and shapes of all tensors and 16 rows of each, as 16 hex digits.
 
     It does not depend on how the tensors are dealt to files. Reads some megabytes of a model of any size; a change of
     rows that are not looked at is not seen.
 
     Raises:
-        ConfigError: the weights are missing or damaged.
+        RunError: a file is damaged.
     """
-    tensors = open_weights(folder).tensors
+    samples: dict[str, bytes] = {}
+    with files.rows() as rows:
+        for name, stored in files.tensors.items():  # in the order of the bytes
+            samples[name] = _sample(rows, name, stored.shape)
     digest = hashlib.blake2b(digest_size=8)
-    parts: dict[str, bytes] = {}
-    for path in dict.fromkeys(stored.file for stored in tensors.values()):
-        names = [name for name, stored in tensors.items() if stored.file == path]
-        try:
-            with safe_open(path, framework="pt") as reader:
-                for name in names:
-                    parts[name] = _sample(reader.get_slice(name), tensors[name].shape)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError.one("model.name", f"{path} is damaged or cut short ({error}); fetch it anew") from error
-    for name in sorted(tensors):
-        digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}\n".encode() + parts[name])
+    for name in sorted(samples):
+        stored = files.tensors[name]
+        digest.update(f"{name} {stored.dtype} {list(stored.shape)}\n".encode() + samples[name])
     return digest.hexdigest()
 
 
-def _sample(stored: Any, shape: tuple[int, ...]) -> bytes:
-    """BLAKE2b of some rows: of the last dimension; a tensor with one dimension or none is a row as a whole."""
+def _sample(rows: StoredRows, name: str, shape: tuple[int, ...]) -> bytes:
+    """BLAKE2b of some rows; a tensor with one dimension or none is one row."""
     digest = hashlib.blake2b(digest_size=16)
-    for row in _rows(shape):
-        values = stored[row] if row else stored[...]
-        digest.update(memoryview(values.contiguous().view(-1).view(torch.uint8).numpy()))
+    if len(shape) < 2:
+        _add(digest, rows.read(name, 0, (*shape, 1)[0]))
+        return digest.digest()
+    count = min(_SAMPLED_ROWS, shape[0])
+    for sample in range(count):
+        row = sample * (shape[0] - 1) // max(count - 1, 1)
+        _add(digest, rows.read(name, row, row + 1))
     return digest.digest()
 
 
-def _rows(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """Where the sampled rows lie, as slices of all dimensions but the last."""
-    outer = shape[:-1]
-    count = math.prod(outer)
-    if math.prod(shape) == 0:
-        return
-    for sample in dict.fromkeys(index * (count - 1) // (_SAMPLED_ROWS - 1) for index in range(_SAMPLED_ROWS)):
-        places = []
-        for size in reversed(outer):
-            sample, place = divmod(sample, size)
-            places.append(slice(place, place + 1))
-        yield tuple(reversed(places))
+def _add(digest: "hashlib.blake2b", values: Tensor) -> None:
+    sampled = values.flatten()[:_SAMPLED_ELEMENTS].contiguous()
+    digest.update(memoryview(sampled.view(torch.uint8).numpy()))

@@ -1,6 +1,6 @@
 """A tiny base model as a Hugging Face folder, and batches for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
+from configs.sft import SFTConfig
 from models.base import CausalLM
 from models.batch import IGNORE_INDEX, Batch
 from models.hf_config import read_config
 from models.registry import build_model
 from trainer.data.collate import collate
 from trainer.data.row import Rows
+from trainer.run import Run, StopSignal
+from trainer.train import Trainer
 from trainer.weights.load import load_weights
 
 VOCAB = 384
@@ -89,3 +92,34 @@ def make_batch() -> Callable[..., Batch]:
         return collate(made, full_rows=len(rows[0]) == 1, pin_memory=False)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def train_lora(
+    tmp_path_factory: pytest.TempPathFactory, base_folder: Path, tiny_tokenizer: Path
+) -> Iterator[Callable[..., Path]]:
+    """train_lora("name", lora={...}, model={...}, ...): 4 steps beside the base, checkpoints at 2 and 4; gives the run
+    directory. Rows are made up; the seeds of two runs of the same settings are the same."""
+    folder = tmp_path_factory.mktemp("runs")
+    patch = pytest.MonkeyPatch()
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        patch.setenv(name, value)
+    rows = {"type": "fake", "seq_len": 8, "batch_size": 4, "micro_batch_size": 2, "num_rows": 100, "num_workers": 0}
+
+    def train(name: str, lora: dict[str, Any] | None = None, **tables: Any) -> Path:
+        adapters = {"rank": 4, "alpha": 6.0, "modules_to_save": ["lm_head"]} | (lora or {})
+        model = {"name": str(base_folder), "compute_dtype": "float32", "lora": adapters} | tables.pop("model", {})
+        values = {"model": model, "data": rows, "tokenizer": {"name": str(tiny_tokenizer)}}
+        values |= {"output_dir": str(folder), "run": {"name": name}, "max_steps": 4, "optim": {"lr": 0.05}}
+        values |= {"ckpt": {"interval": 2}, "log": {"checksum_interval": 1}}
+        config = SFTConfig.model_validate(values | tables)
+        (folder / name).mkdir(exist_ok=True)
+        trainer = Trainer(config, Run(dir=folder / name, attempt=0, stop=StopSignal()))
+        try:
+            trainer.run()
+        finally:
+            trainer.close()
+        return folder / name
+
+    yield train
+    patch.undo()
