@@ -68,6 +68,36 @@ def tiny_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def byte_chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tokenizer with a token per byte, the control tokens `<|pad|>` (id 0), `<|im_start|>` (1) and
+    `<|im_end|>` (2, EOS), and a marked ChatML template: lengths can be counted by hand."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special, alphabet = [PAD, "<|im_start|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(special) + len(alphabet), special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([""], trainer)
+    folder = tmp_path_factory.mktemp("byte_chat") / "bytes"
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token=PAD, chat_template=CHATML, model_max_length=4096
+    ).save_pretrained(folder)
+    return folder
+
+
 def _write_shards(folder: Path, tokenizer: Path, texts: list[str], tokens_per_file: int) -> Path:
     from datatrove.data import Document
     from datatrove.pipeline.tokens import DocumentTokenizer

@@ -40,7 +40,7 @@ def _start(config: "InspectConfig") -> int:
     from trainer.inspect.token_text import TokenText
     from trainer.progress import ProgressBars, has_colours
 
-    with ProgressBars() as bars:  # a bar on stdout would be no JSON
+    with ProgressBars(warn) as bars:  # a bar on stdout would be no JSON
         findings = gather(config, untracked if config.json else bars.track)
     texts = TokenText(findings.tokenizer)
     if config.json:
