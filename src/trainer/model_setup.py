@@ -16,6 +16,7 @@ from models.lora import adapter_rules
 from models.registry import build_model
 from trainer.adapters import apply_adapters
 from trainer.checkpoint.agreement import agree
+from trainer.checkpoint.as_model import open_model
 from trainer.parallel.data_parallel import GradSync, apply_data_parallel
 from trainer.parallel.mesh import Mesh
 from trainer.weights.load import load_weights
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 _DEBUG_VALUE = 0.01
+_IMPLEMENTATIONS = {"custom": "implemented here", "hf": "transformers' own, with attention inside documents"}
 
 
 def build_parallel_model(
@@ -42,7 +44,8 @@ def build_parallel_model(
     compute_dtype = DTYPES[config.resolved_compute_dtype]
     attn = choose_attention(config.attn, mesh.device, compute_dtype)
     with torch.device("meta"):
-        model = build_model(model_config, seq_len=seq_len, attn=attn, dtype=DTYPES[config.optimization_dtype])
+        dtype = DTYPES[config.optimization_dtype]
+        model = build_model(model_config, seq_len=seq_len, attn=attn, dtype=dtype, impl=config.impl)
     if config.lora is not None:
         apply_adapters(config.lora, model, compute_dtype=compute_dtype)
     if config.ac is not None:
@@ -58,6 +61,9 @@ def build_parallel_model(
         defer_grad_sync=config.defer_grad_sync,
     )
     grad_sync.materialize(mesh.device)
+    log.info(
+        'model: %s, %s (model.impl = "%s")', model_config.model_type, _IMPLEMENTATIONS[model.impl], config.impl
+    )
     log.info("attention %s, compute in %s, master weights in %s", attn, compute_dtype, config.optimization_dtype)
     return model, grad_sync
 
@@ -118,7 +124,9 @@ def _load(model: CausalLM, grad_sync: GradSync, mesh: Mesh, tensors: dict[str, T
     is_shown = mesh.rank == 0
     num_bytes = agree(
         mesh,
-        lambda: load_weights(folder, parameters, tied=tied, show_progress=is_shown, vocabulary=vocabulary),
+        lambda: load_weights(
+            folder, parameters, tied=tied, show_progress=is_shown, vocabulary=vocabulary, open_files=open_model
+        ),
     )[0]
     log.info("weights: from %s, %d tensors, %.3g GB", folder, len(parameters), num_bytes / 1e9)
 

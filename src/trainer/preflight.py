@@ -15,29 +15,29 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from configs.checkpoint import CheckpointConfig
 from configs.checks import check_batch, check_schedule
-from configs.data import FakeDataConfig
 from configs.errors import ConfigError, Fault
 from configs.sft import SFTConfig
 from models.base import CausalLM
 from models.errors import ArchError
-from models.hf_config import read_config, shorten, with_vocab_size
-from models.registry import build_config, build_model
+from models.hf_config import shorten
+from models.registry import build_model
 from trainer.adapters import adapter_record, apply_adapters, base_faults, setting_faults
 from trainer.checkpoint import ModelRecord, check_fits, find_checkpoint, read_state
+from trainer.checkpoint.as_model import is_checkpoint, open_model
 from trainer.data.build import build_source
 from trainer.data.chat.build import chat_tools
 from trainer.data.loader import RowLoader
 from trainer.data.row import RowSource, Track, untracked
 from trainer.errors import RunError
 from trainer.model_setup import DTYPES, choose_attention
+from trainer.model_source import arch_fault, find_source, load_run_tokenizer, stored_config, with_room
 from trainer.parallel.mesh import one_rank_mesh
 from trainer.progress import ProgressBars
 from trainer.state import STATE_KEYS, model_record
-from trainer.tokenizer import load_tokenizer, num_ids, special_ids
 from trainer.validation import build_validation
 from trainer.weights.fit import check_fit
-from trainer.weights.folder import open_weights, weight_file_names
-from trainer.weights.hub import fetch_weights, find_model
+from trainer.weights.folder import weight_file_names
+from trainer.weights.hub import fetch_weights
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Inputs:
 
     tokenizer: PreTrainedTokenizerBase | None
     model_folder: Path | None
-    """Of `model.name`; its weights need not be there."""
+    """Of `model.name`, a Hugging Face folder or a checkpoint; its weights need not be there."""
 
     whole_config: PretrainedConfig
     model_config: PretrainedConfig
@@ -107,11 +107,10 @@ def prepare(config: SFTConfig, *, download: bool = False, track: Track = untrack
     Raises:
         ConfigError: one of them is missing, damaged, or does not fit the others.
     """
-    name = config.model.name
-    model_folder = None if name is None else find_model(name, download=download)
-    tokenizer = _tokenizer(config, model_folder)
-    stored_config = _model_config(config, model_folder, tokenizer)
-    whole_config = _with_room(config, stored_config, tokenizer)
+    model_folder = find_source(config, download=download)
+    tokenizer = load_run_tokenizer(config, model_folder)
+    stored = stored_config(config, model_folder, tokenizer)
+    whole_config = with_room(config, stored, tokenizer)
     num_layers = config.model.debug.num_layers
     try:
         model_config = whole_config if num_layers is None else shorten(whole_config, num_layers)
@@ -129,7 +128,7 @@ def prepare(config: SFTConfig, *, download: bool = False, track: Track = untrack
         model_folder=model_folder,
         whole_config=whole_config,
         model_config=model_config,
-        stored_vocab_size=stored_config.vocab_size,
+        stored_vocab_size=stored.vocab_size,
         source=source,
     )
 
@@ -221,60 +220,14 @@ def _collecting(faults: list[Fault]) -> Iterator[None]:
         faults.extend(error.faults)
 
 
-def _tokenizer(config: SFTConfig, model_folder: Path | None) -> PreTrainedTokenizerBase | None:
-    name = config.tokenizer.name
-    if name is not None and (model_folder is None or name != config.model.name):
-        return load_tokenizer(name)
-    needed = name is not None or config.val is not None or not isinstance(config.data, FakeDataConfig)
-    if model_folder is not None and needed:
-        log.info("tokenizer: that of %s", config.model.name)
-        return load_tokenizer(str(model_folder), "model.name" if name is None else "tokenizer.name")
-    if not isinstance(config.data, FakeDataConfig):
-        raise ConfigError.one("tokenizer.name", f"data of type {config.data.type} needs a tokenizer")
-    if config.val is not None:
-        raise ConfigError.one("tokenizer.name", "[val] needs a tokenizer, to count bytes or to write conversations")
-    return None
-
-
-def _model_config(
-    config: SFTConfig, model_folder: Path | None, tokenizer: PreTrainedTokenizerBase | None
-) -> PretrainedConfig:
-    """The architecture of `model.name` or of `[model.arch]`."""
-    try:
-        if model_folder is None:
-            assert config.model.arch is not None, "SFTConfig.run_faults asks for it"
-            length = num_ids(tokenizer) if tokenizer is not None else None
-            ids = special_ids(tokenizer) if tokenizer is not None else {}
-            return build_config(config.model.arch, tokenizer_length=length, special_ids=ids)
-        return read_config(model_folder)
-    except ArchError as error:
-        raise _arch_fault(config, error) from error
-
-
-def _with_room(
-    config: SFTConfig, model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
-) -> PretrainedConfig:
-    """The architecture with a row of its vocabulary for every id that the tokenizer gives."""
-    needed, rows = 0 if tokenizer is None else num_ids(tokenizer), model_config.vocab_size
-    if needed <= rows:
-        return model_config
-    multiple = config.model.vocab_multiple
-    grown = -(-needed // multiple) * multiple
-    log.info(
-        "vocabulary: the tokenizer of %s has %d ids and %s has %d rows: embedding and head have %d, a multiple of "
-        "model.vocab_multiple = %d",
-        *(config.tokenizer_name, needed, config.model.name, rows, grown, multiple),
-    )
-    return with_vocab_size(model_config, grown)
-
-
 def _weight_faults(config: SFTConfig, inputs: Inputs, say: Callable[[str], None]) -> Iterator[Fault]:
     """Why the weights of `model.name` cannot be loaded, from the headers of its files, which are fetched for it."""
     name, folder = config.model.name, inputs.model_folder
     assert name is not None and folder is not None
-    fetch_weights(name, folder, weight_file_names(folder), say)
+    if not is_checkpoint(folder):
+        fetch_weights(name, folder, weight_file_names(folder), say)
     model = _build_on_meta(config, inputs.whole_config)
-    yield from check_fit(open_weights(folder), model, vocab_size=inputs.stored_vocab_size)
+    yield from check_fit(open_model(folder), model, vocab_size=inputs.stored_vocab_size)
 
 
 def _build_on_meta(config: SFTConfig, model_config: PretrainedConfig) -> CausalLM:
@@ -283,10 +236,10 @@ def _build_on_meta(config: SFTConfig, model_config: PretrainedConfig) -> CausalL
     attn = choose_attention(config.model.attn, device, DTYPES[config.model.resolved_compute_dtype])
     try:
         with torch.device("meta"):
-            dtype = DTYPES[config.model.optimization_dtype]
-            return build_model(model_config, seq_len=config.longest_row, attn=attn, dtype=dtype)
+            dtype, impl = DTYPES[config.model.optimization_dtype], config.model.impl
+            return build_model(model_config, seq_len=config.longest_row, attn=attn, dtype=dtype, impl=impl)
     except ArchError as error:
-        raise _arch_fault(config, error) from error
+        raise arch_fault(config, error) from error
 
 
 def _build_adapted(config: SFTConfig, inputs: Inputs) -> CausalLM:
@@ -356,13 +309,6 @@ def _model_changes(config: SFTConfig, path: Path, inputs: Inputs) -> Iterator[st
         return
     for key, (then, now) in saved.changes(own).items():
         yield f"model: {key} is {json.dumps(now)}, and {json.dumps(then)} in the checkpoint"
-
-
-def _arch_fault(config: SFTConfig, error: ArchError) -> ConfigError:
-    if config.model.name is not None:
-        message = f"{error.key}: {error.message}" if error.key else error.message
-        return ConfigError.one("model.name", message)
-    return ConfigError.one(f"model.arch.{error.key}" if error.key else "model.arch", error.message)
 
 
 def _too_few_rows(config: SFTConfig, source: RowSource, fitting: int) -> Fault:

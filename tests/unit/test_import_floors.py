@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainer.train",),
     # from the config to the parts of a run, and from a step to its report
     ("trainer.preflight", "trainer.report"),
-    ("trainer.state", "trainer.model_setup", "trainer.adapters"),
+    ("trainer.state", "trainer.model_setup", "trainer.model_source", "trainer.adapters"),
     # the parts of a step
     ("trainer.validation", "trainer.optim", "trainer.checkpoint", "trainer.micro_batch", "trainer.metrics"),
     ("trainer.weights",),

@@ -77,20 +77,48 @@ class TensorReader:
                 raise RunError(f"{name} in {self._path} cannot be read: {describe(error)}") from error
         return into
 
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """(stop - start, ...) rows of a tensor; one without dimensions is one row, and comes whole.
+
+        Raises:
+            RunError: as in `read`.
+        """
+        shape = self.shape(name)
+        if not shape:
+            return self.read(name, torch.empty((), dtype=self.dtype(name)))
+        rows = torch.empty((stop - start, *shape[1:]), dtype=self.dtype(name))
+        for chunk in self._entry(name).chunks:
+            first, last = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.sizes[0])
+            if first >= last or 0 in chunk.sizes:
+                continue
+            part = rows[first - start : last - start]
+            for dim, (offset, size) in enumerate(zip(chunk.offsets[1:], chunk.sizes[1:], strict=True), 1):
+                part = part.narrow(dim, offset, size)
+            found = part if part.is_contiguous() else torch.empty(part.shape, dtype=part.dtype)
+            try:
+                self._read_chunk(name, chunk, found, first_row=first - chunk.offsets[0])
+            except OSError as error:
+                raise RunError(f"{name} in {self._path} cannot be read: {describe(error)}") from error
+            if found is not part:
+                part.copy_(found)
+        return rows
+
     def _entry(self, name: str) -> TensorStorageMetadata:
         entry = self._metadata.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata), "read_metadata refuses anything else"
         return entry
 
-    def _read_chunk(self, name: str, chunk: ChunkStorageMetadata, into: Tensor) -> Tensor:
-        """Fill the contiguous `into` with a stored part."""
+    def _read_chunk(self, name: str, chunk: ChunkStorageMetadata, into: Tensor, first_row: int = 0) -> Tensor:
+        """Fill the contiguous `into` with a stored part, or with as many rows of it as it has from `first_row` on."""
         info = self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        stored = torch.empty(chunk.sizes, dtype=into.dtype, device="meta")
         with (self._path / info.relative_path).open("rb") as file:
-            start = _data_offset(_Part(file.fileno(), info.offset, info.length), into)
-            if start is None or start + into.nbytes > info.length:
+            start = _data_offset(_Part(file.fileno(), info.offset, info.length), stored)
+            if start is None or start + stored.nbytes > info.length:
                 raise RunError(
                     f"{name} in {self._path / info.relative_path} is not stored as .metadata says: the file is damaged"
                 )
+            start += first_row * (stored[0].nbytes if first_row else 0)
             target = memoryview(cast(Any, into.view(-1).view(torch.uint8).numpy()))
             done = 0
             while done < into.nbytes:

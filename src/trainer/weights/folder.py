@@ -6,13 +6,21 @@ Nothing in the folder is trusted: no pickle is read, no code runs, and no file o
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from configs.errors import ConfigError
+from trainer.errors import RunError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+
+_REMAP_BYTES = 1 << 28
+"""Bytes read from a mapped file before it is mapped anew: its pages count as this process's memory until then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +41,64 @@ class WeightFiles:
     folder: Path
     tensors: dict[str, StoredTensor]
     """By name; file after file, in the order of the bytes."""
+
+    def rows(self) -> "StoredRows":
+        """For reading; a context manager."""
+        return _SafetensorsRows(self)
+
+
+class StoredRows(Protocol):
+    """Rows of stored tensors, while it is open."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """(stop - start, ...) rows in the stored dtype, on the CPU. A tensor without dimensions comes whole.
+
+        Raises:
+            RunError: here or at the end, when the file is damaged.
+        """
+        ...
+
+
+class _SafetensorsRows:
+    """One file is open at a time."""
+
+    def __init__(self, files: WeightFiles) -> None:
+        self._files = files
+        self._path: Path | None = None
+        self._reader: Any = None
+        self._bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close()
+        if isinstance(error, SafetensorError):
+            raise RunError(f"{self._path} is damaged or cut short ({error})") from error
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """As in StoredRows: a view of the mapped file."""
+        path = self._files.tensors[name].file
+        if path != self._path or self._bytes >= _REMAP_BYTES:
+            self._close()
+            self._path, self._bytes = path, 0
+            self._reader = safe_open(path, framework="pt").__enter__()
+        rows = self._reader.get_slice(name)[start:stop]
+        self._bytes += rows.nbytes
+        return rows
+
+    def _close(self) -> None:
+        if self._reader is not None:
+            self._reader.__exit__(None, None, None)
+            self._reader = None
 
 
 def weight_file_names(folder: Path) -> list[str]:

@@ -6,14 +6,11 @@ memory for one tensor's part at most, whatever the size of the model.
 
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -22,12 +19,10 @@ from models.shards import local_range
 from trainer.errors import RunError
 from trainer.progress import ProgressBar
 from trainer.weights.fit import FILE_DTYPES, check_tensors
-from trainer.weights.folder import WeightFiles, open_weights
+from trainer.weights.folder import StoredRows, StoredTensor, WeightFiles, open_weights
 
 log = logging.getLogger(__name__)
 
-_REMAP_BYTES = 1 << 28
-"""Bytes read from a mapped file before it is mapped anew: its pages count as this process's memory until then."""
 _BAR_BYTES = 1 << 30
 """Smaller models are there before anyone has seen the bar."""
 _MEAN_BYTES = 1 << 24
@@ -41,8 +36,9 @@ def load_weights(
     tied: dict[str, str],
     show_progress: bool,
     vocabulary: Collection[str] = (),
+    open_files: Callable[[Path], WeightFiles] = open_weights,
 ) -> int:
-    """Fill this rank's part of the parameters from the safetensors of a folder. Not collective.
+    """Fill this rank's part of the parameters from the weights in a folder. Not collective.
 
     Args:
         folder: a Hugging Face model.
@@ -52,6 +48,7 @@ def load_weights(
         show_progress: draw a bar, for a large model on a terminal.
         vocabulary: parameters with one row per token, which may have more rows than the folder's: each further one is
             the mean of those, the same bits on any number of ranks.
+        open_files: reads the headers of the folder's weights: what they are stored as. May raise ConfigError.
 
     Returns:
         bytes that the tensors take in the files.
@@ -60,7 +57,7 @@ def load_weights(
         RunError: a tensor is missing, of another shape, quantised, damaged or not finite, or a tied one differs.
     """
     try:
-        files = open_weights(folder)
+        files = open_files(folder)
         faults = list(check_tensors(files, _stored_shapes(files, parameters, tied, vocabulary)))
         if faults:
             raise ConfigError(faults)
@@ -71,17 +68,17 @@ def load_weights(
         raise RunError(f"{folder} does not hold {missing[0]}")
     # In the order of the bytes on disk; copies of tied parameters come last, when there is what to hold them against.
     order = [name for name in files.tensors if name in parameters] + [name for name in tied if name in files.tensors]
-    sizes = {name: _num_bytes(files, name) for name in order}
+    sizes = {name: _num_bytes(files.tensors[name]) for name in order}
     show = show_progress and sum(sizes.values()) >= _BAR_BYTES
     bar = ProgressBar(description="loading weights (MB)", total=sum(sizes.values()) // 10**6) if show else None
     done = 0
     try:
-        with _Rows(files) as rows, torch.no_grad():
+        with files.rows() as rows, torch.no_grad():
             for name in order:
-                parameter = parameters[tied.get(name, name)]
-                _load(rows, name, parameter, compare=name not in parameters)
-                if name in parameters and len(parameter.shape) and parameter.shape[0] > files.tensors[name].shape[0]:
-                    _fill_new_rows(rows, name, parameter)
+                parameter, stored = parameters[tied.get(name, name)], files.tensors[name]
+                _load(rows, name, stored, parameter, compare=name not in parameters)
+                if name in parameters and parameter.dim() and parameter.shape[0] > stored.shape[0]:
+                    _fill_new_rows(rows, name, stored, parameter)
                 done += sizes[name]
                 if bar is not None:
                     bar.update(done // 10**6)
@@ -110,35 +107,36 @@ def _local_rows(name: str, parameter: Tensor) -> tuple[Tensor, int, int]:
     return local, start // row, stop // row
 
 
-def _load(rows: "_Rows", name: str, parameter: Tensor, *, compare: bool) -> None:
+def _load(rows: StoredRows, name: str, stored: StoredTensor, parameter: Tensor, *, compare: bool) -> None:
     local, start, stop = _local_rows(name, parameter)
-    stop = min(stop, rows.count(name))
+    stop = min(stop, *stored.shape[:1])
     if local.numel() == 0 or start >= stop:
         return
-    stored = rows.read(name, start, stop)
+    values = rows.read(name, start, stop)
     if parameter.dim():
         local = local[: stop - start]  # without the rows that the file lacks
     if compare:
-        if not torch.equal(stored.to(local.device, local.dtype), local):
+        if not torch.equal(values.to(local.device, local.dtype), local):
             raise RunError(
-                f"{rows.file_of(name)}: {name} differs from the embedding, and config.json says that they are one "
+                f"{stored.file}: {name} differs from the embedding, and config.json says that they are one "
                 "(tie_word_embeddings = true); set it to false if the head has weights of its own"
             )
         return
     # Over the bus in the file's dtype, cast where the shard is.
-    local.copy_(stored.to(local.device))
+    local.copy_(values.to(local.device))
     low, high = torch.aminmax(local)
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
-        raise RunError(f"{rows.file_of(name)}: {name} holds values that are not finite in {local.dtype}")
+        raise RunError(f"{stored.file}: {name} holds values that are not finite in {local.dtype}")
 
 
-def _fill_new_rows(rows: "_Rows", name: str, parameter: Tensor) -> None:
+def _fill_new_rows(rows: StoredRows, name: str, stored: StoredTensor, parameter: Tensor) -> None:
     """Set the rows that the file lacks to the mean of its own. All ranks add the same numbers in the same order, so
     that nothing is sent and nothing depends on their number."""
     local, start, stop = _local_rows(name, parameter)
-    count = rows.count(name)
+    count = stored.shape[0]
     if stop > max(start, count) and local.numel():
-        local[max(start, count) - start :] = torch.from_numpy(np.asarray(_mean_row(rows, name))).to(local)
+        mean = _mean_row(rows, name, stored)
+        local[max(start, count) - start :] = torch.from_numpy(mean).to(local)
     log.info(
         "weights: rows %d to %d of %s are new, each the mean of the %d before",
         count,
@@ -148,63 +146,18 @@ def _fill_new_rows(rows: "_Rows", name: str, parameter: Tensor) -> None:
     )
 
 
-def _mean_row(rows: "_Rows", name: str) -> np.ndarray:
+def _mean_row(rows: StoredRows, name: str, stored: StoredTensor) -> np.ndarray:
     """The mean of a stored tensor over its rows, in float64.
 
     numpy adds whole rows one after the other here; torch's order may depend on the number of threads.
     """
-    count, row_bytes = rows.count(name), rows.row_bytes(name)
-    step = max(_MEAN_BYTES // max(row_bytes, 1), 1)
-    parts = (rows.read(name, start, min(start + step, count)).double().numpy() for start in range(0, count, step))
-    return sum(part.sum(axis=0) for part in parts) / count
+    count, row_bytes = stored.shape[0], _num_bytes(stored) // stored.shape[0]
+    step = max(_MEAN_BYTES // row_bytes, 1)
+    total = np.zeros(stored.shape[1:])
+    for start in range(0, count, step):
+        total += rows.read(name, start, min(start + step, count)).double().numpy().sum(axis=0)
+    return np.asarray(total / count)
 
 
-def _num_bytes(files: WeightFiles, name: str) -> int:
-    stored = files.tensors[name]
+def _num_bytes(stored: StoredTensor) -> int:
     return math.prod(stored.shape) * FILE_DTYPES[stored.dtype].itemsize
-
-
-class _Rows:
-    """Rows of stored tensors; one file is open at a time."""
-
-    def __init__(self, files: WeightFiles) -> None:
-        self._files = files
-        self._path: Path | None = None
-        self._reader: Any = None
-        self._bytes = 0
-
-    def __enter__(self) -> "_Rows":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._close()
-        if isinstance(error, SafetensorError):
-            raise RunError(f"{self._path} is damaged or cut short ({error})") from error
-
-    def file_of(self, name: str) -> Path:
-        return self._files.tensors[name].file
-
-    def count(self, name: str) -> int:
-        """Rows of a tensor; one without dimensions is one row."""
-        return (*self._files.tensors[name].shape, 1)[0]
-
-    def row_bytes(self, name: str) -> int:
-        return _num_bytes(self._files, name) // max(self.count(name), 1)
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """(stop - start, ...) rows in the file's dtype, on the CPU: a view of the mapped file."""
-        path = self.file_of(name)
-        if path != self._path or self._bytes >= _REMAP_BYTES:
-            self._close()
-            self._path, self._bytes = path, 0
-            self._reader = safe_open(path, framework="pt").__enter__()
-        rows = self._reader.get_slice(name)[start:stop]
-        self._bytes += rows.nbytes
-        return rows
-
-    def _close(self) -> None:
-        if self._reader is not None:
-            self._reader.__exit__(None, None, None)
-            self._reader = None

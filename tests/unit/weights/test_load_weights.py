@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models.hf_config import CONFIG_CLASSES
 from trainer.errors import RunError
-from trainer.weights import load
+from trainer.weights import folder, load
 from trainer.weights.load import load_weights
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -211,7 +211,7 @@ def test_peak_memory_is_far_below_the_file(tmp_path, monkeypatch):
     save_file(tensors, tmp_path / "model.safetensors")
     parameters = dict.fromkeys(tensors, torch.full((2048, 2048), 2.0))
     tensors.clear()
-    monkeypatch.setattr(load, "_REMAP_BYTES", 1 << 24)
+    monkeypatch.setattr(folder, "_REMAP_BYTES", 1 << 24)
     gc.collect()
     reset.write_text("5")
     before = _peak_mib()
