@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from configs.errors import ConfigError
 from configs.renderer import RendererConfig
 from trainer.data.chat.cache_files import SAMPLES, TOKENS, TableWriter, open_tables
 from trainer.data.chat.cache_folder import CacheFolder
@@ -14,7 +15,7 @@ from trainer.data.chat.cache_key import cache_name
 from trainer.data.chat.cache_record import RECORD, CacheCounts, Drop, Record, encode_record, read_record
 from trainer.data.chat.conversation import LossRules
 from trainer.data.chat.parts import Part
-from trainer.data.chat.sample import Sample
+from trainer.data.chat.sample import PlacedError, Sample
 from trainer.data.chat.tokenise import Chunk, Tokeniser, Work
 from trainer.data.chat.tokenise_pool import default_workers, tokenise_part
 from trainer.data.row import Track
@@ -146,7 +147,7 @@ def _find(folder: Path, *, say: bool = False) -> SampleCache | None:
 def _build(new: Path, folder: CacheFolder, tokeniser: Tokeniser, workers: int, track: Track) -> None:
     """Write the files of the cache `folder` into the folder `new`."""
     part = tokeniser.work.part
-    what, num_rows, done = f"tokenising {part.name}", part.num_rows, 0
+    what, num_rows, done = f"tokenising {part.name}", _count_rows(tokeniser.work), 0
     counting = _Counting(part)
     track(what, 0, num_rows)
     with folder.named_faults():
@@ -163,6 +164,13 @@ def _build(new: Path, folder: CacheFolder, tokeniser: Tokeniser, workers: int, t
     with folder.named_faults():
         sizes = {file: (new / file).stat().st_size for file in (TOKENS, SAMPLES)}
         (new / RECORD).write_bytes(encode_record(counting.record(folder.path.name, digest, sizes)))
+
+
+def _count_rows(work: Work) -> int:
+    try:
+        return work.part.num_rows
+    except PlacedError as error:
+        raise ConfigError.one(f"{work.key}.name", str(error)) from error
 
 
 class _Counting:
