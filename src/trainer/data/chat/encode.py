@@ -1,12 +1,13 @@
 """From rendered conversations to tokens, and from places in the text to the tokens that carry loss.
 
-A token carries loss if any of the text it stands for does. What text that is comes from the tokenizer itself, without
-its post-processor: with one, byte-level tokenizers report spaces as no text at all ("trim_offsets"). Tokens that stand
-for bytes of one character all have that character's place.
+A token carries loss if any of the text it stands for does. What text that is, the bytes of the tokens say where they
+add up to the text (`byte_tokens`), else the tokenizer's offsets, without its post-processor: with one, byte-level
+tokenizers report spaces as no text at all ("trim_offsets"). Tokens that stand for bytes of one character all have that
+character's place.
 """
 
 import re
-import unicodedata
+from functools import cached_property
 from hashlib import blake2b
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from configs.errors import ConfigError
+from trainer.data.chat.byte_tokens import ByteTokens, byte_tokens
 from trainer.data.chat.literal_encoder import LiteralEncoder
+from trainer.data.chat.loss_places import loss_by_bytes, loss_by_offsets
 from trainer.data.chat.sample import ChatError, Rendered, Sample
 from trainer.text import first_line
 from trainer.tokenizer import special_ids
@@ -53,6 +56,10 @@ class Encoder:
             "tokenizers": tokenizers.__version__,
         }
 
+    @cached_property
+    def _bytes(self) -> ByteTokens | None:
+        return byte_tokens(self._backend)
+
     def encode(self, rendered: list[Rendered]) -> list[Sample]:
         """Tokenise conversations. No token is added to those of the text.
 
@@ -61,19 +68,30 @@ class Encoder:
         """
         texts = [one.text for one in rendered if not one.literal_spans]
         try:
-            encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
-        except Exception as error:  # tokenizers raises plain Exception, for a word without an unknown token for one
-            raise ChatError(_describe(error, texts)) from error
-        return [self._encode_literal(one) if one.literal_spans else _sample(next(encodings), one) for one in rendered]
-
-    def _encode_literal(self, rendered: Rendered) -> Sample:
-        try:
-            ids, starts, ends = self._literal.encode(rendered.text, rendered.literal_spans)
+            if self._bytes is None:
+                encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
+            else:
+                encodings = iter(self._backend.encode_batch_fast(texts, add_special_tokens=False))  # without offsets
+            return [self._sample(one, None if one.literal_spans else next(encodings)) for one in rendered]
         except ChatError:
             raise
-        except Exception as error:
-            raise ChatError(_describe(error, [rendered.text])) from error
-        return Sample(input_ids=ids, loss=_loss(starts, ends, rendered))
+        except Exception as error:  # tokenizers raises plain Exception, for a word without an unknown token for one
+            raise ChatError(_describe(error, [one.text for one in rendered])) from error
+
+    def _sample(self, rendered: Rendered, encoding: "Encoding | None") -> Sample:
+        if encoding is None:
+            ids, starts, ends = self._literal.encode(rendered.text, rendered.literal_spans)
+            return Sample(input_ids=ids, loss=loss_by_offsets(starts, ends, rendered))
+        numbers = encoding.ids
+        ids = np.array(numbers, np.int32)
+        if self._bytes is not None:
+            raw = rendered.text.encode()
+            byte_ends = self._bytes.ends(numbers, raw)
+            if byte_ends is not None:
+                return Sample(input_ids=ids, loss=loss_by_bytes(byte_ends, rendered, len(raw)))
+            encoding = self._backend.encode(rendered.text, add_special_tokens=False)
+        offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * ids.size)
+        return Sample(input_ids=ids, loss=loss_by_offsets(offsets[::2], offsets[1::2], rendered))
 
 
 def _plain_backend(tokenizer: "PreTrainedTokenizerBase") -> "Tokenizer":
@@ -106,50 +124,3 @@ def _describe(error: Exception, texts: list[str]) -> str:
     if any(map(_SURROGATE.search, texts)):
         return "holds half of a character (a lone surrogate, \\ud800 to \\udfff), which is no text"
     return f"cannot be tokenised: {first_line(error)}"
-
-
-def _sample(encoding: "Encoding", rendered: Rendered) -> Sample:
-    ids = np.array(encoding.ids, np.int32)
-    offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * ids.size)
-    return Sample(input_ids=ids, loss=_loss(offsets[::2], offsets[1::2], rendered))
-
-
-def _loss(starts: np.ndarray, ends: np.ndarray, rendered: Rendered) -> np.ndarray:
-    """Which tokens carry loss.
-
-    Args:
-        starts, ends: (tokens,) int64 places of the tokens' text.
-
-    Returns:
-        (tokens,) bool
-
-    Raises:
-        ChatError: the places are not in order.
-    """
-    if not rendered.loss_spans or not starts.size:
-        return np.zeros(starts.size, bool)
-    if (starts[1:] < starts[:-1]).any() or (ends[1:] < ends[:-1]).any():
-        raise ChatError("the tokenizer does not say which text its tokens come from, so loss cannot be placed")
-    spans = np.array(rendered.loss_spans, np.int64)
-    loss = _meets(starts, ends, spans)
-    # A composed character has the place of its first part alone.
-    follow = np.append(starts[1:], len(rendered.text))
-    if (follow > ends).any():
-        for token in np.flatnonzero(_meets(starts, np.maximum(ends, follow), spans) & ~loss):
-            end = ends[token]
-            loss[token] = _composes(rendered.text[end - 1 : end], rendered.text[end : follow[token]])
-    loss[0] = False
-    return loss
-
-
-def _meets(starts: np.ndarray, ends: np.ndarray, spans: np.ndarray) -> np.ndarray:
-    """Which tokens share a character with a span. One without text, as the marker of a word's start may be, counts as
-    the character after it."""
-    first = np.searchsorted(spans[:, 1], starts, "right")
-    begin = np.append(spans[:, 0], np.iinfo(np.int64).max)[first]
-    return begin < np.maximum(ends, starts + 1)
-
-
-def _composes(letter: str, more: str) -> bool:
-    """Unicode's normal form makes one character of a letter and what follows it."""
-    return len(unicodedata.normalize("NFC", letter + more)) < len(letter + more)
