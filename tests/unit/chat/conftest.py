@@ -1,6 +1,9 @@
-"""Sources of rows over samples in memory."""
+"""Sources of rows over samples in memory; made-up conversations and tokenizers for them."""
 
+import importlib.util
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -113,3 +116,14 @@ def random_samples() -> Callable[..., list[Tokens]]:
 def fill_rows() -> Callable[..., Rows]:
     """fill_rows(source, epoch=0, indices=None): these rows, or all of the epoch"""
     return _fill_rows
+
+
+@pytest.fixture(scope="session")
+def made_chats() -> ModuleType:
+    """The module `made_chats.py` beside this file: make_chats(count, seed), make_tokenizer(template, control),
+    control_tokens(template)"""
+    spec = importlib.util.spec_from_file_location("made_chats", Path(__file__).with_name("made_chats.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

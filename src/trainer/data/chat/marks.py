@@ -48,11 +48,14 @@ class Render:
 class ChatTemplate:
     """A compiled template with the variables that are the same for every conversation."""
 
-    def __init__(self, source: str, variables: dict[str, Any], date: datetime.date | None = None) -> None:
+    def __init__(
+        self, source: str, variables: dict[str, Any], date: datetime.date | None = None, *, traced: bool = True
+    ) -> None:
         """Args:
             source: Jinja.
             variables: what it can read besides messages and tools.
             date: the day that it writes where it asks for today's.
+            traced: note the rounds of its loops; that takes some time in every render.
 
         Raises:
             jinja2.TemplateError: it is no Jinja.
@@ -73,7 +76,8 @@ class ChatTemplate:
         hidden += sum(len(_mark_nodes(loop)) for loop in tree.find_all(nodes.For) if loop.recursive)
         self.is_marked = marks > 0 and hidden == 0
         """It has marks, all where their places are exact."""
-        _trace_loops(tree, count())
+        if traced:
+            _trace_loops(tree, count())
         self._template = environment.from_string(tree)
 
     @property

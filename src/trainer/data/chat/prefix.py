@@ -57,9 +57,10 @@ class UnmarkedTemplate:
     def _answer(self, chat: Conversation, number: int, text: str) -> tuple[int, int]:
         """An assistant's message: all that follows the start that the model is given."""
         before = self._render(chat, number, prompt=True)
-        after = self._render(chat, number + 1)
+        after = text if number + 1 == len(chat.messages) else self._render(chat, number + 1)
         _check(before, after, text)
-        return len(before), len(after)
+        # Some templates give no start after results of tools and then write one all the same.
+        return len(after) - len(self.strip_start(after[len(before) :])), len(after)
 
     def _content(self, chat: Conversation, number: int, text: str) -> tuple[int, int]:
         """Another's message: from its content on, whose place shows when another text stands there."""

@@ -33,7 +33,7 @@ def choose_shipped(own: ChatTemplate, variables: dict[str, Any]) -> tuple[str, C
     best, most = None, -1
     for family in _FAMILIES:
         for learnt in _LEARN.get(family, _learn_nothing)(own):
-            shipped = ChatTemplate(_source(family), {**variables, **learnt})
+            shipped = ChatTemplate(_source(family), {**variables, **learnt}, traced=False)
             if any(_try(shipped, probe) != text for probe, text in plain):
                 continue
             agreeing = sum(_try(shipped, probe) == text for probe, text in others)
