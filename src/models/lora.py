@@ -8,6 +8,7 @@ Hugging Face's files, and an adapter those of peft's files: `<layer>.lora_A.weig
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,11 +55,12 @@ def apply_lora(
     layers = _linear_layers(model, target_modules)
     whole = _whole_modules(model, modules_to_save, layers)
     names = [name for name, _ in model.named_parameters()]
-    config = LoraConfig(r=rank, lora_dropout=dropout, target_modules=layers)
-    config.lora_alpha = alpha  # pyright: ignore[reportAttributeAccessIssue]: declared int, used as a factor
+    scale: Any = alpha  # declared int, used as a factor
+    config = LoraConfig(r=rank, lora_alpha=scale, lora_dropout=dropout, target_modules=layers)
     inject_adapter_in_model(config, model)
 
-    adapted = {path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)}
+    wrappers: list[tuple[str, Any]] = [(path, m) for path, m in model.named_modules() if isinstance(m, LoraLayer)]
+    adapted = dict(wrappers)
     assert list(adapted) == layers, "peft adapts the layers that it is given"
     model.wrapped_names = {
         f"{path}.{inner}": f"{path}.{_canonical(inner)}"

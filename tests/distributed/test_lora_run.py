@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,7 +97,8 @@ def test_two_ranks_train_the_adapters_that_one_trains(runner, base, alone, tmp_p
     assert {tensor.dtype for name, tensor in tensors.items() if ".step." not in name} == {torch.float64}
     arguments = ["--merge", "--output-dir", str(tmp_path / "merged")]
     assert run_export([str(done.dir), *arguments]) == 0
-    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    model, report = loaded
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     before = dict(AutoModelForCausalLM.from_pretrained(base).named_parameters())
     name = "model.layers.1.mlp.down_proj"

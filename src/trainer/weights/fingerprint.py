@@ -1,6 +1,7 @@
 """A fingerprint of weights: enough to tell another model, another revision or a further trained one."""
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,4 +49,5 @@ def _sample(rows: StoredRows, name: str, shape: tuple[int, ...]) -> bytes:
 
 def _add(digest: "hashlib.blake2b", values: Tensor) -> None:
     sampled = values.flatten()[:_SAMPLED_ELEMENTS].contiguous()
-    digest.update(memoryview(sampled.view(torch.uint8).numpy()))
+    numbers: Any = sampled.view(torch.uint8).numpy()
+    digest.update(memoryview(numbers))

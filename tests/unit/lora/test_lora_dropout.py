@@ -52,6 +52,7 @@ def test_gradients_go_where_values_went() -> None:
     hidden = torch.full((32, 8), 2.0, requires_grad=True)
     out = layer(hidden)
     out.sum().backward()
+    assert hidden.grad is not None
     assert torch.equal(hidden.grad, out.detach() / 2)
 
 

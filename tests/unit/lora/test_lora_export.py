@@ -88,7 +88,8 @@ def test_merged_model_computes_what_base_and_adapters_do(
     out = tmp_path / "merged"
     assert run_export([str(run_dir), "--output-dir", str(out), "--merge", "--max-shard-size", "20KB"]) == 0
     assert len(list(out.glob("model-*.safetensors"))) > 2
-    model, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    model, report = loaded
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
         found = model(batch.input_ids).logits
