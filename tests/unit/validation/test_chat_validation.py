@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -10,13 +10,17 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from configs.errors import ConfigError
 from configs.renderer import RendererConfig
 from configs.validation import ValConfig
 from models.base import CausalLM, LossOutput
 from models.batch import IGNORE_INDEX, Batch
+from models.init import init_weights
+from models.registry import build_config, build_model
 from trainer.data.chat.build import ChatTools
+from trainer.data.collate import collate
 from trainer.data.packing import PackedRows, one_each, pack, pack_in_order
 from trainer.data.row import Rows, untracked
 from trainer.errors import RunError
@@ -222,6 +226,48 @@ def test_dropout_is_off_and_the_modes_stay(stub_model: Callable[..., Any], make_
     assert validation.run(model) == validation.run(plain)
     assert (model.training, model.inner.training, model.dropping.training) == (True, True, True)
     assert not model.frozen.training
+
+
+@pytest.fixture
+def count_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
+    """count_graphs(): compiled so far; compilation ends with the graph, which is what decides about another one."""
+    compile_with = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, mode=None, **options: compile_with(function, backend="aot_eager", **options)
+    )
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+        yield lambda: counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+
+
+def test_rounds_compile_nothing_anew(make_mesh: Callable[..., Any], count_graphs: Callable[[], int]) -> None:
+    """A round has graphs of its own, made once; those of training stay, though it changes modes and pads rows."""
+    arch = {"model_type": "llama", "vocab_size": 384, "hidden_size": 16, "intermediate_size": 16}
+    arch |= {"num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 64}
+    config = build_config(arch, tokenizer_length=300, special_ids={})
+    model = build_model(config, seq_len=16, attn="sdpa", dtype=torch.float32)
+    init_weights({name: p.detach() for name, p in model.named_parameters()}, std=0.2, seed=0, rules=model.init_rules())
+    lengths = np.array([len(ids) for ids, _ in seven_samples()])
+    source = PackedSamples(samples=seven_samples(), seq_len=16, rows=pack(lengths, 16))
+    task = ChatTask(source, rows_per_forward=3)
+    validation = Validation(tasks=[task], mesh=make_mesh(), pin_memory=False)
+
+    def train(first: int) -> None:
+        model(collate(task.fill(first), full_rows=False, pin_memory=False)).loss.backward()
+
+    plain = validation.run(model)
+    model.compile_blocks("default", fullgraph=False)
+    train(0)
+    of_training = count_graphs()
+    assert validation.run(model) == pytest.approx(plain, rel=1e-6)
+    assert count_graphs() == 2 * of_training
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        train(3)
+        validation.run(model)
+        train(1)
+    assert count_graphs() == 2 * of_training
 
 
 CHATS = [
