@@ -19,7 +19,10 @@ BOS, EOS = "<s>", "</s>"
 PLAIN_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """Added to vocabularies as ordinary text: special = False."""
 
-_WORDS = "the a of sum red river counts slowly under über naïve 42 x=1 \"quoted\" <b>tag</b> it's 'so' 東京 🐕 \\n".split()
+_WORDS = (
+    *("the", "a", "of", "sum", "red", "river", "counts", "slowly", "under", "it's", "'so'", "42", "x=1"),
+    *('"quoted"', "<b>tag</b>", "über", "naïve", "東京", "🐕", "\\n"),
+)
 _ENDS = ("", "", "", ".", "?", "\n", " ", "\n\nSecond paragraph.", "\n- one\n- two\n")
 _TOOLS: list[dict[str, Any]] = [
     {
@@ -130,4 +133,5 @@ _OTHER_FORMS = (
 
 def control_tokens(template: str) -> set[str]:
     """What looks like a control token in a template's source."""
-    return set(re.findall(rf"<[|｜][^<>\s|｜]+[|｜]>|{_OTHER_FORMS}", template))
+    bar = r"|\uff5c"  # DeepSeek's is the wide one
+    return set(re.findall(rf"<[{bar}][^<>\s{bar}]+[{bar}]>|{_OTHER_FORMS}", template))

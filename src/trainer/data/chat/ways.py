@@ -116,7 +116,7 @@ class OwnMarks:
 class Unmarked:
     """By strict prefix rendering, or the rounds of the template's loop."""
 
-    name = "by strict prefix rendering"
+    name = "by strict prefix rendering, else by the rounds of the template's loop over messages"
 
     def __init__(self, own: ChatTemplate, control: ControlTokens) -> None:
         self._finder = UnmarkedTemplate(own)
