@@ -81,7 +81,7 @@ def test_pieces_without_loss_are_left_out(make_chat_source: MakeSource, fill_row
     assert rows.labels.tolist() == [[X, X, X, 9]]
     counts = source.counts
     assert (counts.pieces_left_out, counts.cut_tokens, counts.tokens, counts.loss_tokens) == (4, 13, 4, 1)
-    assert source.description.endswith("1 split (a.jsonl, line 1), 4 pieces without loss left out (13 tokens)")
+    assert source.description.endswith("1 (100.0%, a.jsonl, line 1) split, 4 pieces without loss left out (13 tokens)")
 
 
 @pytest.mark.parametrize("seq_len", [2, 3, 7, 16])

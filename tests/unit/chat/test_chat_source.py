@@ -217,7 +217,7 @@ def test_description_leaves_nothing_out(make_chat_source: MakeSource) -> None:
     source = make_chat_source([samples], 4, dropped=dropped)
     assert source.description == (
         "1 rows of 4 per epoch, 1 samples of 5 conversations: 4 tokens, 3 with loss, 0.00% padding; "
-        "1 truncated (a.jsonl, line 1), 1 tokens cut off; "
+        "1 (20.0%, a.jsonl, line 1) truncated, 1 tokens cut off; "
         "left out: 2 no messages (first: a.jsonl, line 2), 1 empty answer (a.jsonl, line 4), "
         "1 no loss token in the first seq_len = 4 tokens (a.jsonl, line 3)"
     )

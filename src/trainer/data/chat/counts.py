@@ -64,12 +64,10 @@ class ChatCounts:
             f"with loss, {self.padding_share:.2%} padding"
         ]
         if self.truncated is not None:
-            phrases.append(
-                f"{self.truncated.count:,} truncated ({_place(self.truncated)}), {self.cut_tokens:,} tokens cut off"
-            )
+            phrases.append(f"{self._long(self.truncated)} truncated, {self.cut_tokens:,} tokens cut off")
         if self.split is not None:
             left_out = f", {self.pieces_left_out:,} pieces without loss left out ({self.cut_tokens:,} tokens)"
-            phrases.append(f"{self.split.count:,} split ({_place(self.split)}){left_out * (self.pieces_left_out > 0)}")
+            phrases.append(f"{self._long(self.split)} split{left_out * (self.pieces_left_out > 0)}")
         if self.dropped:
             phrases.append(f"left out: {reasons_text(self.dropped)}")
         if self.not_drawn:
@@ -77,6 +75,9 @@ class ChatCounts:
         if self.split_control_tokens:
             phrases.append(f"{self.split_control_tokens:,} control tokens spelt by messages are ordinary text")
         return "; ".join(phrases)
+
+    def _long(self, drop: Drop) -> str:
+        return f"{drop.count:,} ({drop.count / self.rows:.1%}, {_place(drop)})"
 
 
 def merge_drops(all_drops: Iterable[Mapping[str, Drop]]) -> dict[str, Drop]:

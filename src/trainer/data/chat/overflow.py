@@ -61,6 +61,9 @@ class Cut:
     pieces: Pieces
     """Of at most a row's length, each with at least one label."""
 
+    num_kept: int
+    """Samples that have a piece."""
+
     too_long: np.ndarray
     """(m,) int64, ascending: samples longer than a row."""
 
@@ -97,6 +100,7 @@ def cut(samples: Samples, *, seq_len: int, overflow: Overflow) -> Cut:
     in_pieces = int(kept.lengths[is_kept_long[kept.samples]].sum(dtype=np.int64))
     return Cut(
         pieces=kept,
+        num_kept=int(has_piece.sum()),
         too_long=too_long,
         lost=np.flatnonzero(~has_piece),
         kept_long=kept_long,

@@ -74,8 +74,8 @@ def select(parts: Sequence[CachedPart], options: RowOptions, *, key: str) -> Sel
         num_rows = sum(part.samples.counts.rows for part in parts)
         why = reasons_text(dropped) if dropped else "there are none"
         raise ConfigError.one(f"{key}.name", f"0 supervised tokens in {num_rows:,} conversations: {why}")
-    drawn = _draw([found.pieces.samples for found in cuts], options)
     sizes = [part.samples.num_samples for part in parts]
+    drawn = _draw(cuts, options)
     samples = np.concatenate([found.pieces.samples + start for found, start in zip(cuts, offsets(sizes), strict=False)])
     losses = np.concatenate([found.pieces.loss_tokens for found in cuts])
     lengths = np.concatenate([found.pieces.lengths for found in cuts])[drawn.pieces]
@@ -121,22 +121,18 @@ class _Drawn:
     num_left_out: int
 
 
-def _draw(samples_of_pieces: list[np.ndarray], options: RowOptions) -> _Drawn:
-    """The mixture: it draws samples that have something to train on, and a sample brings all its pieces.
-
-    Args:
-        samples_of_pieces: per part (pieces,) ascending.
-    """
+def _draw(cuts: list[Cut], options: RowOptions) -> _Drawn:
+    """The mixture: it draws samples that have something to train on, and a sample brings all its pieces."""
+    if options.probabilities is None:
+        return _Drawn(pieces=slice(None), num_samples=sum(found.num_kept for found in cuts), num_left_out=0)
     firsts, counts = [], []
     begin = 0
-    for samples in samples_of_pieces:
-        _, first, count = np.unique(samples, return_index=True, return_counts=True)
+    for found in cuts:
+        _, first, count = np.unique(found.pieces.samples, return_index=True, return_counts=True)
         firsts.append(first + begin)
         counts.append(count)
-        begin += len(samples)
+        begin += len(found.pieces.samples)
     sizes = [len(first) for first in firsts]
-    if options.probabilities is None:
-        return _Drawn(pieces=slice(None), num_samples=sum(sizes), num_left_out=0)
     mixed = mix(
         sizes,
         probabilities=options.probabilities,
