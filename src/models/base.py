@@ -54,6 +54,9 @@ class CausalLM(nn.Module):
     exist at once. Embedding, final norm and head belong to the root's FSDP unit: a tied head reads the embedding.
     """
 
+    impl: Literal["custom", "hf"] = "custom"
+    """Whose network it is: ours, or that of transformers (models.hf)."""
+
     wrapped_names: Mapping[str, str] = MappingProxyType({})
     """Names of parameters where a wrapper around their module shows in them, to the canonical ones."""
 

@@ -75,12 +75,10 @@ def config_class_of(model_type: object) -> type[PretrainedConfig]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if model_type not in list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         close = difflib.get_close_matches(str(model_type), [*CONFIG_CLASSES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES], n=1)
         others = f"it is one of {', '.join(CONFIG_CLASSES)}, or another decoder that transformers has"
-        raise ArchError(
-            "model_type", f"{model_type!r} is unknown; {f'did you mean {close[0]}?' if close else others}"
-        )
+        raise ArchError("model_type", f"{model_type!r} is unknown; {f'did you mean {close[0]}?' if close else others}")
     config_class = CONFIG_MAPPING[model_type]
     if config_class.model_type != model_type:
         raise ArchError("model_type", f"transformers reads {model_type} as {config_class.model_type}: say that instead")

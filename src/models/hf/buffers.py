@@ -37,9 +37,7 @@ def _filled(model: nn.Module, module: nn.Module) -> dict[str, Tensor]:
     """The module's own buffers, by the model's rule. Parameters stay where they are: on meta, nothing is drawn."""
     clone = copy.copy(module)
     with torch.device("cpu"), torch.no_grad():
-        clone._buffers = {
-            name: _unset(buffer) for name, buffer in module._buffers.items() if buffer is not None
-        }
+        clone._buffers = {name: _unset(buffer) for name, buffer in module._buffers.items() if buffer is not None}
         clone._parameters = {
             name: None if parameter is None else nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
             for name, parameter in module._parameters.items()

@@ -23,5 +23,5 @@ def build_transformers_model(
         ArchError: it cannot be computed exactly inside documents, or that cannot be checked.
     """
     refuse_config(config, seq_len=seq_len)
-    first_ones = prove(config)
-    return TransformersForCausalLM(config, seq_len=seq_len, attn=attn, dtype=dtype, init_ones=first_ones)
+    first_values = prove(config, seq_len=seq_len)
+    return TransformersForCausalLM(config, seq_len=seq_len, attn=attn, dtype=dtype, first_values=first_values)

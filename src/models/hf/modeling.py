@@ -1,14 +1,17 @@
 """A causal language model of transformers as a CausalLM: its decoder as it is, our attention, our head and loss."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from models.base import CausalLM, InitRule, LossOutput, ones
+from models.base import CausalLM, InitRule, LossOutput
 from models.batch import Batch
 from models.counts import MatrixShapes
 from models.errors import ArchError
@@ -46,6 +49,8 @@ def transformers_model(config: PretrainedConfig, *, attention: str, dtype: torch
 class TransformersForCausalLM(CausalLM):
     """transformers' decoder with our attention, head and loss. Parameter names are those of transformers."""
 
+    impl = "hf"
+
     def __init__(
         self,
         config: PretrainedConfig,
@@ -53,7 +58,7 @@ class TransformersForCausalLM(CausalLM):
         seq_len: int,
         attn: str,
         dtype: torch.dtype,
-        init_ones: frozenset[str] = frozenset(),
+        first_values: Mapping[str, float | None] = MappingProxyType({}),
     ) -> None:
         """
         Args:
@@ -61,19 +66,21 @@ class TransformersForCausalLM(CausalLM):
             seq_len: longest row.
             attn: "sdpa" or "varlen".
             dtype: of the parameters.
-            init_ones: parameters whose first values are 1.
+            first_values: of vectors by name, for `init_rules`; None where there is no rule.
 
         Raises:
             ArchError: the model cannot be computed exactly inside documents, as far as its config and modules show.
         """
         super().__init__()
+        if attn not in ("sdpa", "varlen"):
+            raise ArchError("", f"attention {attn!r} is not implemented; it is sdpa or varlen")
         register_attention()
         refuse_config(config, seq_len=seq_len)
         model = transformers_model(config, attention=ATTENTION_NAME, dtype=dtype)
         refuse_model(model, config, seq_len=seq_len)
         self.config = config
         self.attn = attn
-        self._init_ones = init_ones
+        self._first_values = first_values
         self._buffer_values = buffer_values(model)
         self._compiled = self._fullgraph = False
         self._take_apart(model, dtype)
@@ -114,11 +121,8 @@ class TransformersForCausalLM(CausalLM):
 
     def _find_blocks(self) -> str:
         number = self.config.num_hidden_layers
-        found = [
-            name
-            for name, child in self._base.named_children()
-            if isinstance(child, nn.ModuleList) and len(child) == number
-        ]
+        modules = self._base.named_modules()
+        found = [name for name, module in modules if isinstance(module, nn.ModuleList) and len(module) == number]
         if len(found) != 1:
             raise ArchError("model_type", f"the layers of {self.config.model_type} are not found")
         return found[0]
@@ -232,8 +236,23 @@ class TransformersForCausalLM(CausalLM):
         )
 
     def init_rules(self) -> dict[str, InitRule]:
-        """Ones where transformers begins with ones."""
-        return dict.fromkeys(self._init_ones, ones)
+        """Vectors begin with the number that they begin with in transformers: 1 for most norm gains.
+
+        Raises:
+            ArchError: one does not begin with a number.
+        """
+        rules: dict[str, InitRule] = {}
+        for name, value in self._first_values.items():
+            if value is None:
+                raise ArchError(
+                    "model_type", f"{self.config.model_type} draws {name} in a way that [model.init] does not"
+                )
+            rules[name] = partial(_constant, value=value)
+        return rules
+
+
+def _constant(generator: np.random.Generator, count: int, value: float) -> np.ndarray:
+    return np.full(count, value, np.float32)
 
 
 def _logit_scale(config: PretrainedConfig) -> float:

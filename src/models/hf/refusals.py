@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from models.errors import ArchError
@@ -30,6 +30,9 @@ def refuse_config(config: PretrainedConfig, *, seq_len: int) -> None:
     Raises:
         ArchError: the first fault, with the config's field.
     """
+    family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if family is None:
+        raise ArchError("model_type", f"{config.model_type!r} is unknown, here and as a decoder of transformers")
     if config.sub_configs:
         raise ArchError("model_type", f"{config.model_type} is composed of several models: not implemented")
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
@@ -40,6 +43,11 @@ def refuse_config(config: PretrainedConfig, *, seq_len: int) -> None:
         raise ArchError(
             "model_type",
             f"the files of {config.model_type} hold other tensors than transformers' model has: not implemented",
+        )
+    if not getattr(family, "_supports_attention_backend", False):
+        raise ArchError(
+            "model_type",
+            f"transformers computes the attention of {config.model_type} in a way of its own, in which documents meet",
         )
     values = config.to_dict()
     _refuse_fields(values)
@@ -109,8 +117,6 @@ def refuse_model(model: nn.Module, config: PretrainedConfig, *, seq_len: int) ->
         ArchError: the first fault.
     """
     family = config.model_type
-    if not getattr(model, "_supports_attention_backend", False):
-        raise ArchError("model_type", f"{family} does not let others compute its attention, so documents would meet")
     for name, parameter in model.named_parameters():
         if parameter.dim() > 2:
             raise ArchError(
@@ -123,13 +129,13 @@ def refuse_model(model: nn.Module, config: PretrainedConfig, *, seq_len: int) ->
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise ArchError("", f"dropout is not implemented ({name} of {family} has {module.p})")
-        if isinstance(module, nn.Embedding) and module is not model.get_input_embeddings():  # type: ignore[operator]
-            if min(module.num_embeddings, positions or seq_len) < seq_len:
-                raise ArchError(
-                    "max_position_embeddings",
-                    f"{family} has learned positions up to {positions or module.num_embeddings}, fewer than "
-                    f"seq_len = {seq_len}",
-                )
+        is_table = isinstance(module, nn.Embedding) and module is not model.get_input_embeddings()  # type: ignore[operator]
+        if is_table and min(module.num_embeddings, positions or seq_len) < seq_len:
+            raise ArchError(
+                "max_position_embeddings",
+                f"{family} has learned positions up to {positions or module.num_embeddings}, fewer than "
+                f"seq_len = {seq_len}",
+            )
         for buffer_name, buffer in module.named_buffers(recurse=False):
             if positions is not None and buffer.dim() > 1 and positions in buffer.shape and positions < seq_len:
                 raise ArchError(

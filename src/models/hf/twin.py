@@ -23,10 +23,13 @@ def small_twin(config: PretrainedConfig) -> PretrainedConfig:
     Raises:
         ArchError: its class refuses the sizes.
     """
-    values = config_to_dict(config)
     names = config.attribute_map
-    hidden_size, num_heads = config.hidden_size, config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or hidden_size // num_heads
+    try:
+        values = config_to_dict(config)
+        hidden_size, num_heads = config.hidden_size, config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or hidden_size // num_heads
+    except Exception as error:  # what a class raises for a field that differs from layer to layer, or is missing
+        raise ArchError("model_type", f"{config.model_type} has no heads of one width that its config tells") from error
     if not _has_lists(values.get("rope_parameters")):
         head_dim = _HEAD_DIM
     sizes: dict[str, int | None] = {
@@ -43,10 +46,11 @@ def small_twin(config: PretrainedConfig) -> PretrainedConfig:
             values[name] = size
     # Fields that must be equal to the width.
     for name, value in values.items():
-        if value == hidden_size and (name.endswith("_dim") or name.endswith("_size")) and name not in sizes:
+        if value == hidden_size and name.endswith(("_dim", "_size")) and name not in sizes:
             values[name] = sizes["hidden_size"]
     for key in _SPECIAL_IDS:
-        values[names.get(key, key)] = None
+        if values.get(names.get(key, key)) is not None:
+            values[names.get(key, key)] = 1
     try:
         return config_from_dict(values)
     except ArchError as error:

@@ -67,7 +67,7 @@ def test_unknown_fields_and_types_are_refused_with_the_nearest_name() -> None:
     _refused("hiden_size", "did you mean hidden_size", _build, hiden_size=3)
     _refused("layer_types", "llama has no such field", _build, layer_types=["full_attention"])
     _refused("model_type", "did you mean llama", _build, model_type="lama")
-    _refused("model_type", "it is one of llama, mistral, qwen2", _build, model_type="gpt2")
+    _refused("model_type", "it is one of llama, mistral, qwen2", _build, model_type="what is this")
     _refused("model_type", "None", build_config, {"hidden_size": 3}, tokenizer_length=3, special_ids=IDS)
 
 
