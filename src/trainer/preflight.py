@@ -237,7 +237,10 @@ def _build_on_meta(config: SFTConfig, model_config: PretrainedConfig) -> CausalL
     try:
         with torch.device("meta"):
             dtype, impl = DTYPES[config.model.optimization_dtype], config.model.impl
-            return build_model(model_config, seq_len=config.longest_row, attn=attn, dtype=dtype, impl=impl)
+            model = build_model(model_config, seq_len=config.longest_row, attn=attn, dtype=dtype, impl=impl)
+        if config.model.init is not None:
+            model.init_rules()  # a model of transformers may have none
+        return model
     except ArchError as error:
         raise arch_fault(config, error) from error
 

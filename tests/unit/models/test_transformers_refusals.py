@@ -42,7 +42,7 @@ def build(model_type: str, *, seq_len: int = 16, impl: str = "auto", attn: str =
         ),
         (
             {"model_type": "mamba", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2},
-            "layer_types: layers of",
+            "attention of mamba in a way of its own",
         ),
         (
             {"model_type": "lfm2", **GATED, "layer_types": ["conv", "full_attention"]},
