@@ -36,7 +36,7 @@ class Validation:
         """What to tell the user once: what is peculiar about the data, then the size of every task."""
         notes = list(dict.fromkeys(note for task in self._tasks for note in task.notes))
         for task in self._tasks:
-            notes.append(f"{task.name}: {task.content}, {self._passes(task)} forward passes per rank")
+            notes.append(f"{task.name}: {self._passes(task)} forward passes per rank over {task.content}")
         return notes
 
     def run(

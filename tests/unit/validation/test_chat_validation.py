@@ -204,7 +204,7 @@ def test_a_round_that_is_left_has_no_numbers(stub_model: Callable[..., Any], mak
 
 def test_the_log_says_what_is_scored(make_mesh: Callable[..., Any]) -> None:
     validation = validation_of(seven_samples(), make_mesh(0, 2), packing="none", rows_per_forward=2)
-    assert validation.notes == ["val.data: 7 samples in 7 rows, 2 forward passes per rank"]
+    assert validation.notes == ["val.data: 2 forward passes per rank over 7 samples in 7 rows"]
 
 
 def test_dropout_is_off_and_the_modes_stay(stub_model: Callable[..., Any], make_mesh: Callable[..., Any]) -> None:

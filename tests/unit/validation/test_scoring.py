@@ -198,10 +198,11 @@ def test_documents_too_short_to_score_are_counted(
 ) -> None:
     folder = write_shard([[0], [40, 0], [0]])
     assert build(folder).notes == [
-        "val/set@16: 1 windows of 3 documents in 1 rows (2 documents are too short to score), 1 forward passes per rank"
+        "val/set@16: 1 forward passes per rank over 1 windows of 3 documents in 1 rows "
+        "(2 documents are too short to score)"
     ]
     assert build(folder, context="prefix").notes == [
-        "val/set@16: 3 windows of 3 documents in 1 rows, 1 forward passes per rank"
+        "val/set@16: 1 forward passes per rank over 3 windows of 3 documents in 1 rows"
     ]
 
 
