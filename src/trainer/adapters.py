@@ -12,9 +12,9 @@ from models.base import CausalLM
 from models.errors import AdapterError
 from models.lora import apply_lora
 from trainer.checkpoint import ModelRecord
-from trainer.checkpoint.as_model import open_model
 from trainer.weights.adapter_files import AdapterRecord
 from trainer.weights.fingerprint import fingerprint
+from trainer.weights.folder import open_weights
 
 _SAME = ("rank", "alpha", "target_modules", "modules_to_save")
 """Fields of `[model.lora]` that say what the numbers of an adapter mean."""
@@ -64,7 +64,7 @@ def adapter_record(config: ModelConfig, folder: Path | None) -> AdapterRecord | 
         target_modules=config.lora.target_modules,
         modules_to_save=config.lora.modules_to_save,
         base=base if has_base else None,
-        fingerprint=fingerprint(open_model(folder)) if has_base and folder is not None else None,
+        fingerprint=fingerprint(open_weights(folder)) if has_base and folder is not None else None,
     )
 
 

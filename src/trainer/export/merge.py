@@ -10,13 +10,12 @@ from torch import Tensor
 
 from configs.errors import ConfigError, Fault
 from models.lora import is_adapter
-from trainer.checkpoint.as_model import is_checkpoint, open_model
 from trainer.checkpoint.export import DTYPES, Export, TensorSource, write_folder, write_model_configs
 from trainer.errors import RunError
 from trainer.weights.adapter_files import AdapterRecord
 from trainer.weights.fingerprint import fingerprint
 from trainer.weights.fit import is_ignored
-from trainer.weights.folder import StoredRows, WeightFiles, weight_file_names
+from trainer.weights.folder import StoredRows, WeightFiles, open_weights, weight_file_names
 from trainer.weights.hub import fetch_weights, find_model
 from trainer.weights.tokenizer_files import TokenizerFiles
 from trainer.weights.write import TensorEntry, write_safetensors
@@ -62,9 +61,8 @@ def find_base(record: AdapterRecord, name: str | None, say: Callable[[str], None
     advice = "" if name is not None else " (it is that of the run; --base says where it lies now)"
     try:
         folder = find_model(found, download=True)
-        if not is_checkpoint(folder):
-            fetch_weights(found, folder, weight_file_names(folder), say)
-        files = open_model(folder)
+        fetch_weights(found, folder, weight_file_names(folder), say)
+        files = open_weights(folder)
         actual = fingerprint(files)
     except ConfigError as error:
         raise ConfigError([Fault(key="base", message=fault.message + advice) for fault in error.faults]) from error
