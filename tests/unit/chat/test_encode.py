@@ -6,7 +6,7 @@ tokens' own texts along the text; it knows nothing of offsets.
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,7 +124,8 @@ def find(text: str, part: str) -> tuple[int, int]:
     return start, start + len(part)
 
 
-def _surface(token: str, *, byte_level: bool, letters: dict[str, int]) -> bytes:
+def _surface(token: str | None, *, byte_level: bool, letters: dict[str, int]) -> bytes:
+    assert token is not None
     if token in (UNK, BOS, EOS):
         return token.encode()
     if byte_level:
@@ -134,7 +135,7 @@ def _surface(token: str, *, byte_level: bool, letters: dict[str, int]) -> bytes:
     return token.replace("▁", " ").encode()
 
 
-def oracle(tokens: list[str], text: str, spans: list[tuple[int, int]], kind: str) -> list[bool]:
+def oracle(tokens: Sequence[str | None], text: str, spans: list[tuple[int, int]], kind: str) -> list[bool]:
     """Which tokens stand for a byte of a span; a marker of a word's start that the tokenizer put in counts as the byte
     after it."""
     # The letters of byte-level tokenizers, as GPT-2 has them.

@@ -34,7 +34,7 @@ class TableWriter:
         self._chunks: list[Chunk] = []
         self._waiting = 0
         self._columns = {name: array("q") for name in _SAMPLES_SCHEMA.names}
-        self._digest = blake2b(digest_size=16)
+        self._digests = [blake2b(digest_size=16) for _ in range(2)]
 
     def add(self, chunk: Chunk) -> None:
         """
@@ -43,8 +43,8 @@ class TableWriter:
         """
         for name, values in (("length", chunk.lengths), ("loss_tokens", chunk.loss_tokens), ("row", chunk.rows)):
             self._columns[name].frombytes(values.tobytes())
-        self._digest.update(chunk.input_ids.astype("<i4", copy=False).data)
-        self._digest.update(chunk.loss.data)
+        for digest, values in zip(self._digests, (chunk.input_ids.astype("<i4", copy=False), chunk.loss), strict=True):
+            digest.update(values.data)
         self._chunks.append(chunk)
         self._waiting += chunk.input_ids.size
         if self._waiting >= _BATCH_TOKENS:
@@ -63,8 +63,10 @@ class TableWriter:
         columns = [np.frombuffer(self._columns[name], np.int64) for name in _SAMPLES_SCHEMA.names]
         with (self._folder / SAMPLES).open("xb") as file, pa.ipc.new_file(file, _SAMPLES_SCHEMA) as samples:
             samples.write_batch(pa.record_batch([pa.array(column) for column in columns], _SAMPLES_SCHEMA))
-        self._digest.update(columns[0].astype("<i8", copy=False).data)
-        return self._digest.hexdigest()
+        whole = blake2b(columns[0].astype("<i8", copy=False).data, digest_size=16)
+        for digest in self._digests:
+            whole.update(digest.digest())
+        return whole.hexdigest()
 
     def close(self) -> None:
         """Let go of the file, however far it is."""
