@@ -61,7 +61,9 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize(("name", "world_size", "accumulation"), [("0.6b", 8, 1), ("8b", 8, 8), ("8b-lora", 1, 16)])
 def test_each_passes_the_checks(stand_ins: None, name: str, world_size: int, accumulation: int) -> None:
-    config = resolve(["@", str(EXAMPLES / f"{name}.toml")]).config
+    config = resolve(
+        ["@", str(EXAMPLES / f"{name}.toml"), "--data.cache-workers", "1", "--val.data.cache-workers", "1"]
+    ).config
     assert isinstance(config, SFTConfig)
     assert config.run.name == f"sft-{name}"
     assert (config.model.lora is not None) == name.endswith("lora")
