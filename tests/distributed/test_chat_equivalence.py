@@ -10,7 +10,19 @@ import torch
 
 CHATS = """
 max_steps = "None"
-val = "None"
+
+[val]
+interval = 6
+eval_on_start = true
+sets = []
+
+[val.data]
+name = "{heldout}"
+seq_len = 64
+overflow = "split"
+micro_batch_size = 2
+cache_dir = "{cache}"
+cache_workers = 1
 
 [data]
 type = "sft"
@@ -42,7 +54,7 @@ def chats(runner, byte_chat_tokenizer) -> list[str | Path]:
     overlay = runner.folder / "chats_overlay.toml"
     names = {
         name: _write_chats(runner.folder / f"{name}.jsonl", seed, count)
-        for seed, (name, count) in enumerate({"first": 30, "second": 20}.items())
+        for seed, (name, count) in enumerate({"first": 30, "second": 20, "heldout": 7}.items())
     }
     overlay.write_text(CHATS.format(**names, cache=runner.folder / "chat_cache"))
     return ["@", overlay, "--tokenizer.name", byte_chat_tokenizer]
@@ -85,7 +97,8 @@ def test_resume_is_bit_equal(runner, chats, chat_reference):
     ]
     resume = ["--resume.dir", chat_reference.dir, "--resume.step", "6"]
     resumed = runner.run(runner.config("chat_resumed", interval=6), *chats, *options, *resume)
-    for name in ("loss/mean", "optim/grad_norm", "digest/rows", "digest/params", "progress/num_loss_tokens"):
+    exact = ("loss/mean", "optim/grad_norm", "val/loss", "digest/rows", "digest/params", "progress/num_loss_tokens")
+    for name in exact:
         column = resumed.column(name)
         assert column and column == chat_reference.column(name)[-len(column) :]
     steps = max(chat_reference.metrics)
@@ -94,12 +107,15 @@ def test_resume_is_bit_equal(runner, chats, chat_reference):
 
 
 def test_two_ranks_and_another_micro_batch(runner, chats, chat_reference):
-    options = ["--data.micro-batch-size", "4"]
+    """Field cases R104, R105: seven held-out conversations have the same loss on 2 ranks, one row at a time."""
+    options = ["--data.micro-batch-size", "4", "--val.data.micro-batch-size", "1", "--val.data.packing", "none"]
     other = runner.run(runner.config("chat_ranks_2", interval=6), *chats, *options, ranks=2)
     assert other.column("digest/rows") == chat_reference.column("digest/rows")
     assert other.column("progress/num_loss_tokens") == chat_reference.column("progress/num_loss_tokens")
     assert other.column("loss/mean")[:6] == pytest.approx(chat_reference.column("loss/mean")[:6], rel=1e-6)
     _assert_close_weights(other.tensors(6), chat_reference.tensors(6), 1e-5)
+    for step, limit in ((0, 1e-6), (6, 1e-5)):
+        assert other.metrics[step]["val/loss"] == pytest.approx(chat_reference.metrics[step]["val/loss"], rel=limit)
 
 
 def test_resume_on_four_ranks(runner, chats, chat_reference):
@@ -107,6 +123,7 @@ def test_resume_on_four_ranks(runner, chats, chat_reference):
     other = runner.run(runner.config("chat_ranks_4", interval=6), *chats, *resume, ranks=4)
     assert other.column("digest/rows") == chat_reference.column("digest/rows")[6:]
     assert other.column("loss/mean")[:5] == pytest.approx(chat_reference.column("loss/mean")[6:11], rel=1e-5)
+    assert other.metrics[12]["val/loss"] == pytest.approx(chat_reference.metrics[12]["val/loss"], rel=1e-4)
     steps = max(chat_reference.metrics)
     _assert_close_weights(other.tensors(steps), chat_reference.tensors(steps), 1e-4)
 
