@@ -67,10 +67,10 @@ def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def load_base() -> Callable[..., CausalLM]:
-    """load_base(folder, dtype=torch.float32): our model with its weights."""
+    """load_base(folder, dtype=torch.float32, impl="custom"): our model, or transformers' own, with its weights."""
 
-    def load(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
-        model = build_model(read_config(folder), seq_len=32, attn="sdpa", dtype=dtype)
+    def load(folder: Path, dtype: torch.dtype = torch.float32, impl: str = "custom") -> CausalLM:
+        model = build_model(read_config(folder), seq_len=32, attn="sdpa", dtype=dtype, impl=impl)
         parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
         load_weights(folder, parameters, tied=model.tied_names, show_progress=False)
         return model

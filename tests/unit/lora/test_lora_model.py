@@ -71,6 +71,25 @@ def test_logits_and_gradients_are_those_of_peft(base_folder: Path, load_base: An
             assert parameter.grad is None
 
 
+def test_transformers_own_model_takes_the_same_adapters(base_folder: Path, load_base: Any, make_batch: Any) -> None:
+    """With impl = "hf": the same names and values, dropout and recomputation included."""
+    batch = make_batch([[9, 7], [4, 12]])
+    found = []
+    for impl in ("custom", "hf"):
+        model = adapt(load_base(base_folder, impl=impl), dropout=0.2, modules_to_save=["lm_head"])
+        draw(model)
+        shake(model)
+        model.apply_activation_checkpointing("full", 1)
+        assert model.dropout is not None
+        model.dropout.draw(1, 0, 0)
+        model(batch).loss.backward()
+        gradients = {name: p.grad for name, p in model.canonical_parameters().items() if p.grad is not None}
+        found.append((gradients, model.flops(1, 1), model.count_parameters()))
+    assert list(found[0][0]) == list(found[1][0])
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-5)
+    assert found[0][1:] == found[1][1:]
+
+
 def test_names_have_no_trace_of_wrappers(base_folder: Path, load_base: Any) -> None:
     plain = load_base(base_folder)
     before = dict(plain.named_parameters())
