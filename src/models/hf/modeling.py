@@ -17,6 +17,7 @@ from models.counts import MatrixShapes
 from models.errors import ArchError
 from models.hf.attention import ATTENTION_NAME, AttentionCall, Trace, register_attention
 from models.hf.buffers import buffer_values, freeze_rope, restore_buffers
+from models.hf.names import head_name_in_files
 from models.hf.refusals import refuse_config, refuse_model
 from models.layers.attention import DocumentContext
 from models.layers.block import BlockRunner
@@ -108,7 +109,9 @@ class TransformersForCausalLM(CausalLM):
         if not head.out_features == embedding.num_embeddings == self.config.vocab_size:
             raise ArchError("vocab_size", f"embedding and head of {family} differ in their number of ids")
         tied = head.weight is embedding.weight
-        self._base_name, self._head_name = base_name, head_names[0]
+        # The head has the name that it has in files.
+        self._base_name, self._head_name = base_name, head_name_in_files(model, head_names[0])
+        self._their_head_name = head_names[0]
         self.add_module(base_name, children[base_name])
         head_options: dict[str, Any] = {"tied": tied, "dtype": dtype, "logit_scale": _logit_scale(self.config)}
         self.add_module(self._head_name, LMHead(head.in_features, head.out_features, **head_options))
@@ -156,6 +159,10 @@ class TransformersForCausalLM(CausalLM):
                 raise ArchError("sliding_window", f"{window} is shorter than seq_len = {seq_len}: not implemented")
             if self.attn == "varlen" and (call.head_dim % 8 or call.head_dim > 256):
                 raise ArchError("head_dim", f"varlen attention takes multiples of 8 up to 256, not {call.head_dim}")
+
+    def own_name(self, name: str) -> str:
+        """The name here of a parameter of transformers' model."""
+        return f"{self._head_name}.weight" if name == f"{self._their_head_name}.weight" else name
 
     @property
     def _base(self) -> nn.Module:

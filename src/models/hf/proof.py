@@ -55,7 +55,7 @@ def _ours(config: PretrainedConfig, reference: PreTrainedModel, seq_len: int) ->
     with torch.device("meta"):
         model = TransformersForCausalLM(config, seq_len=seq_len, attn="sdpa", dtype=torch.float32)
     model.to_empty(device=torch.device("cpu"))
-    weights = dict(reference.named_parameters())
+    weights = {model.own_name(name): parameter for name, parameter in reference.named_parameters()}
     if set(weights) != set(dict(model.named_parameters())):
         raise ArchError("model_type", f"{config.model_type}: parameters differ from transformers'")
     model.load_state_dict(weights, strict=False)

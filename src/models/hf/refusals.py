@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from models.errors import ArchError
 
@@ -39,11 +38,6 @@ def refuse_config(config: PretrainedConfig, *, seq_len: int) -> None:
         raise ArchError("is_encoder_decoder", "only decoders without cross-attention are implemented")
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False):
         raise ArchError("is_causal", "its attention is not causal")
-    if get_checkpoint_conversion_mapping(config.model_type):
-        raise ArchError(
-            "model_type",
-            f"the files of {config.model_type} hold other tensors than transformers' model has: not implemented",
-        )
     if not getattr(family, "_supports_attention_backend", False):
         raise ArchError(
             "model_type",

@@ -49,7 +49,7 @@ def build(model_type: str, *, seq_len: int = 16, impl: str = "auto", attn: str =
             "layer_types: layers of type conv are not implemented",
         ),
         ({"model_type": "gpt_oss", **GATED, **EXPERTS}, "num_local_experts: mixtures of experts"),
-        ({"model_type": "mixtral", **GATED, **EXPERTS}, "model_type: the files of mixtral hold other tensors"),
+        ({"model_type": "mixtral", **GATED, **EXPERTS}, "mixtures of experts"),
         ({"model_type": "bloom", "vocab_size": 96, "hidden_size": 32}, "transformers computes the attention of bloom"),
         ({"model_type": "phi", **GATED}, "phi has a head or an embedding of a kind"),
         (

@@ -104,7 +104,7 @@ def test_the_tokenizer_is_the_models_unless_another_is_given(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type: 'gpt2' is unknown"),
+        ({"model_type": "gpt17"}, "model_type: 'gpt17' is unknown; did you mean gpt"),
         ({"hidden_act": "gelu"}, "hidden_act: "),
         ({"num_key_value_heads": 3}, "num_key_value_heads: "),
         ({"quantization_config": {"bits": 4}}, "quantization_config: quantised weights"),
