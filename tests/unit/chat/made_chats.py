@@ -117,8 +117,9 @@ def _trained() -> str:
 def make_tokenizer(template: str | None, control: Iterable[str]) -> PreTrainedTokenizerFast:
     """A small tokenizer with these control tokens, BOS `<s>` and EOS `</s>`."""
     tokenizer = Tokenizer.from_str(_trained())
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in PLAIN_TOKENS])
-    tokens = sorted({BOS, EOS, *control} - set(PLAIN_TOKENS))
+    tokens = sorted({BOS, EOS, *control})
+    plain = [token for token in PLAIN_TOKENS if token not in tokens]
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in plain])
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in tokens])
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS)
     made.chat_template = template

@@ -53,10 +53,21 @@ _PLAIN = {"refused: no place for reasoning": 8, "refused: no place for tools": 1
 _NO_CALLS = {"refused: no place for tool calls": 6}
 _GEMMA_4 = {"refused: inexact": 1, "refused: reasoning of the last turn left out": 9, "same tokens": 30}
 _NEMOTRON = {"same": 29, "the twin has ['<think>\\n']": 11}
-_QWEN_3_5 = {"the twin has ['<think>']": 8, "the twin has ['<think>\\n']": 5, "the twin writes more reasoning": 27}
+_QWEN_3_5 = {
+    "the twin has ['<think>', '<think>\\n']": 0,
+    "the twin has ['<think>']": 8,
+    "the twin has ['<think>\\n']": 5,
+    "the twin writes more reasoning": 27,
+}
+_LLAMA_3_1 = {
+    "refused: a message left out": 0,
+    "refused: no place for reasoning": 8,
+    "same tokens": 27,
+    "unusable": 5,
+}
 _VISION = {"refused: a message left out": 28, "refused: wants contents as lists of parts": 12}
 
-# How loss is found, and what becomes of the 40 conversations. Where the twin has more than we:
+# How loss is found, and what becomes of the 40 conversations (0: of none of them, but of some of 500). Where the twin has more than we:
 # - a header, or a part of it: qwen2_5's twin marks the line end of the header, those of DeepSeek, gptoss and
 #   muse_glimmer the whole header. A model is prompted with it.
 # - a start of reasoning (`<think>\n`) that is a part of the generation prompt, by default or with reasoning off.
@@ -78,7 +89,10 @@ EXPECTED: dict[str, tuple[str, dict[str, int]]] = {
         {**_PLAIN, "refused: fails on arguments as tables": 6, f"the twin has {[HEADERS['deepseek']]}": 25},
     ),
     "diffusion_gemma": (PREFIX, {"refused: inexact": 3, "same": 34, "the twin lacks ['<|tool_response>']": 3}),
-    "gemma": (SHIPPED + "gemma", {"refused: no place for reasoning": 4, "same": 15, "unusable": 21}),
+    "gemma": (
+        SHIPPED + "gemma",
+        {"refused: no place for reasoning": 4, "refused: no place for tools": 0, "same": 15, "unusable": 21},
+    ),
     "gemma3": (SHIPPED + "gemma", {**_PLAIN, "same": 25, "unusable": 6}),
     "gemma4": (PREFIX, _GEMMA_4),
     "gemma4_v2": (PREFIX, {"refused: no place for reasoning": 11, "same tokens": 29}),
@@ -86,7 +100,16 @@ EXPECTED: dict[str, tuple[str, dict[str, int]]] = {
     "gemma4_v4": (PREFIX, _GEMMA_4),
     "gemma4_v5": (PREFIX, {"refused: inexact": 3, "same tokens": 37}),
     "glm4moe": (PREFIX, {"refused: no end of turn": 40}),
-    "gptoss": (PREFIX, {f"the twin has {[HEADERS['harmony']]}": 37, "unusable": 3}),
+    "gptoss": (
+        PREFIX,
+        {
+            "refused: a message left out": 0,
+            "refused: no place for tool calls": 0,
+            "refused: reasoning of the last turn left out": 0,
+            f"the twin has {[HEADERS['harmony']]}": 37,
+            "unusable": 3,
+        },
+    ),
     "idefics3": (PREFIX, _VISION),
     "lfm2": (SHIPPED + "chatml", {"refused: no place for reasoning": 8, **_NO_CALLS, "same": 26}),
     "lfm2_2_5": (OWN, {"same tokens": 40}),
@@ -94,8 +117,8 @@ EXPECTED: dict[str, tuple[str, dict[str, int]]] = {
     "lfm2_2_5_vl": (OWN, {"same tokens": 40}),
     "lfm2_v2": (SHIPPED + "chatml", {"refused: no place for reasoning": 11, "same": 29}),
     "llama3": (SHIPPED + "llama3", {**_PLAIN, **_NO_CALLS, "same": 25}),
-    "llama3_1": (SHIPPED + "llama3_1", {"refused: no place for reasoning": 8, "same tokens": 27, "unusable": 5}),
-    "llama3_2": (SHIPPED + "llama3_1", {"refused: no place for reasoning": 8, "same tokens": 27, "unusable": 5}),
+    "llama3_1": (SHIPPED + "llama3_1", _LLAMA_3_1),
+    "llama3_2": (SHIPPED + "llama3_1", _LLAMA_3_1),
     "llava_next": (PREFIX, {"refused: wants contents as lists of parts": 40}),
     "muse_glimmer": (PREFIX, {"refused: a message left out": 3, f"the twin has {[HEADERS['harmony']]}": 37}),
     "nemotron_3_5_lightning": (PREFIX, _NEMOTRON),
@@ -240,7 +263,7 @@ def test_tokens_are_the_templates_and_loss_is_the_twins(
     if SLOW:
         assert set(outcomes) <= set(expected)
     else:
-        assert dict(outcomes) == expected
+        assert dict(outcomes) == {outcome: count for outcome, count in expected.items() if count}
 
 
 @pytest.mark.parametrize("name", [name for name, (way, _) in EXPECTED.items() if way.startswith(SHIPPED)])

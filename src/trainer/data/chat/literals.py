@@ -4,15 +4,17 @@
 are found by a second render in which every spelling is replaced by a stand-in that occurs nowhere else. The text of the
 row is that of the first render all the same: the second one counts only if putting the spellings back where the
 stand-ins are gives the first text again, character by character. So templates may trim, escape or move texts as they
-like. Where the texts differ, the template looked at the spelling: `</think>` splits off reasoning in some. A string of
-which that is so is left to the template, if the template's source names the spelling, and refused otherwise.
+like. Where the texts differ, the template looked at a spelling: `</think>` splits off reasoning in some. That spelling,
+in the string where it is so, is left to the template if its source names it, and refused otherwise.
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from os.path import commonprefix
 from typing import Any
 
+from trainer.data.chat.marks import Span
 from trainer.data.chat.sample import ChatError, Conversation
 
 Form = Callable[[Conversation], str]
@@ -46,7 +48,7 @@ class ControlTokens:
         match = self._spelt.match(text, start)
         return match.end() if match else None
 
-    def places(self, chat: Conversation, text: str, form: Form, names: str) -> list[tuple[int, int]]:
+    def places(self, chat: Conversation, text: str, form: Form, names: str) -> list[Span]:
         """The parts of `text` that spell control tokens and come from the conversation.
 
         Args:
@@ -60,35 +62,34 @@ class ControlTokens:
         """
         if any(_OPEN in string or _CLOSE in string for string in _strings([chat.messages, chat.tools])):
             raise ChatError("a message has both text that spells a control token and characters U+F0F00 or U+F0F01")
-        found = self._compare(chat, text, form, lambda _: True)
+        found = self._compare(chat, text, form, lambda *_: True)
         if found is not None:
             return found
-        left: set[int] = set()
+        left: set[tuple[int, str]] = set()
         for leaf, string in enumerate(_strings([chat.messages, chat.tools])):
-            spelt = self._spelt.findall(string)
-            if spelt and self._compare(chat, text, form, lambda other, leaf=leaf: other == leaf) is None:
-                if not all(token in names for token in spelt):
-                    raise _inseparable(spelt[0])
-                left.add(leaf)
-        found = self._compare(chat, text, form, lambda leaf: leaf not in left)
+            for token in sorted(set(self._spelt.findall(string))):
+                if self._compare(chat, text, form, lambda *spelling, one=(leaf, token): spelling == one) is None:
+                    if token not in names:
+                        raise _inseparable(token)
+                    left.add((leaf, token))
+        found = self._compare(chat, text, form, lambda *spelling: spelling not in left)
         if found is None:
-            raise _inseparable(next(iter(self._spelt.findall(text)), ""))
+            raise _inseparable(sorted(token for _, token in left)[0] if left else "")
         return found
 
     def _compare(
-        self, chat: Conversation, text: str, form: Form, which: Callable[[int], bool]
-    ) -> list[tuple[int, int]] | None:
-        """Places of the spellings in strings that `which` picks; None where the texts differ."""
-        leaves = iter(range(1 << 30))
+        self, chat: Conversation, text: str, form: Form, hides: Callable[[int, str], bool]
+    ) -> list[Span] | None:
+        """Places of the spellings that are hidden, by number of the string and token; None where the texts differ."""
+        leaves = count()
 
         def replace(string: str) -> str:
-            return self._spelt.sub(self._hide, string) if which(next(leaves)) else string
+            leaf = next(leaves)
+            return self._spelt.sub(lambda match: self._hide(match[0]) if hides(leaf, match[0]) else match[0], string)
 
-        hidden = Conversation(
-            messages=_map(chat.messages, replace), tools=_map(chat.tools, replace), trains=chat.trains
-        )
+        messages, tools = _map(chat.messages, replace), _map(chat.tools, replace)
         try:
-            rendered = form(hidden)
+            rendered = form(Conversation(messages=messages, tools=tools, trains=chat.trains))
         except Exception:  # templates are programs: one that fails now did look at the spelling
             return None
         parts, places, length, start = [], [], 0, 0
@@ -100,8 +101,8 @@ class ControlTokens:
             length, start = length + len(token), match.end()
         return places if "".join([*parts, rendered[start:]]) == text else None
 
-    def _hide(self, match: re.Match[str]) -> str:
-        return f"{_OPEN}{chr(_FIRST_DIGIT + self._numbers[match[0]])}{_CLOSE}"
+    def _hide(self, token: str) -> str:
+        return f"{_OPEN}{chr(_FIRST_DIGIT + self._numbers[token])}{_CLOSE}"
 
 
 def _inseparable(token: str) -> ChatError:

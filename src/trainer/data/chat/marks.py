@@ -26,6 +26,10 @@ _ROUND = "round_of_loop"
 _COLLECTING = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
 
 
+Span = tuple[int, int]
+"""Start and stop in a text."""
+
+
 class RefusedError(jinja2.TemplateError):
     """The template called `raise_exception`: it does not take these messages."""
 
@@ -40,9 +44,8 @@ class Render:
     """What the mark says of itself (the number of a message in shipped templates, else None), start and stop in
     `text`, in the order of the closing marks."""
 
-    rounds: dict[int, list[tuple[int, int]]]
-    """By number of the message: start and stop in `text` of what loops over messages wrote in its rounds, in order;
-    empty ones are left out."""
+    rounds: dict[int, list[Span]]
+    """By number of the message: what loops over messages wrote in its rounds, in order; empty ones are left out."""
 
 
 class ChatTemplate:
@@ -127,10 +130,10 @@ class ChatTemplate:
 
 def _written(
     rounds: list[tuple[int, int, int]], messages: list[dict[str, Any]], places: list[int]
-) -> dict[int, list[tuple[int, int]]]:
+) -> dict[int, list[Span]]:
     """A round lasts until the next of its loop, or until the loop's end, which is marked like a round of None."""
     numbers = {id(message): number for number, message in enumerate(messages)}
-    written: dict[int, list[tuple[int, int]]] = {}
+    written: dict[int, list[Span]] = {}
     last: dict[int, tuple[int, int]] = {}
     for loop, item, place in rounds:
         if loop in last:

@@ -11,13 +11,14 @@ message has one round with all of its text in it, and an assistant's begins with
 
 from typing import Any
 
-from trainer.data.chat.marks import ChatTemplate, RefusedError, Render
+from trainer.data.chat.marks import ChatTemplate, RefusedError, Render, Span
 from trainer.data.chat.presence import shown_in
 from trainer.data.chat.sample import ChatError, Conversation
 
 ADVICE = "Use a template with {% generation %} marks around what the assistant says (renderer.template)"
 
 _STAND_IN = "\ue000stand-in\ue000"
+_QUESTION: dict[str, Any] = {"role": "user", "content": "probe of a user"}
 _THOUGHT = ("<think>", "<seed:think>", "[THINK]")
 """How reasoning begins. Some templates start it for the model, in some modes with its end."""
 
@@ -27,9 +28,10 @@ class UnmarkedTemplate:
 
     def __init__(self, own: ChatTemplate) -> None:
         self._own = own
-        self._starts = _starts(own)
+        self._has_prompt = "add_generation_prompt" in own.reads
+        self._starts = _starts(own) if self._has_prompt else _starts_without_prompt(own)
 
-    def body(self, chat: Conversation, whole: Render, number: int) -> tuple[int, int]:
+    def body(self, chat: Conversation, whole: Render, number: int) -> Span:
         """Start and stop in the text of what a message adds after its header.
 
         Args:
@@ -54,15 +56,25 @@ class UnmarkedTemplate:
         """What an assistant says, without the start that the model is given; the text itself where it has none."""
         return next((text[len(start) :] for start in self._starts if start and text.startswith(start)), text)
 
-    def _answer(self, chat: Conversation, number: int, text: str) -> tuple[int, int]:
+    def _said(self, text: str) -> str:
+        """The same of a text that has a start."""
+        said = self.strip_start(text)
+        if said == text and "" not in self._starts:
+            raise _InexactError("the template begins it in another way than others")
+        return said
+
+    def _answer(self, chat: Conversation, number: int, text: str) -> Span:
         """An assistant's message: all that follows the start that the model is given."""
         before = self._render(chat, number, prompt=True)
         after = text if number + 1 == len(chat.messages) else self._render(chat, number + 1)
         _check(before, after, text)
-        # Some templates give no start after results of tools and then write one all the same.
-        return len(after) - len(self.strip_start(after[len(before) :])), len(after)
+        added = after[len(before) :]
+        # Without a prompt the start is still to come. Some templates that have one give none after results of tools and
+        # then write it all the same.
+        said = self.strip_start(added) if self._has_prompt else self._said(added)
+        return len(after) - len(said), len(after)
 
-    def _content(self, chat: Conversation, number: int, text: str) -> tuple[int, int]:
+    def _content(self, chat: Conversation, number: int, text: str) -> Span:
         """Another's message: from its content on, whose place shows when another text stands there."""
         content = chat.messages[number]["content"].strip()
         before, after = self._render(chat, number), self._render(chat, number + 1)
@@ -75,7 +87,7 @@ class UnmarkedTemplate:
             raise _InexactError("the template writes other things around another content")
         return len(head), len(after)
 
-    def _round(self, chat: Conversation, whole: Render, number: int) -> tuple[int, int] | None:
+    def _round(self, chat: Conversation, whole: Render, number: int) -> Span | None:
         """The round of an assistant's message after its start."""
         if not all(_has_own_round(whole, *numbered) for numbered in enumerate(chat.messages)):
             return None
@@ -83,8 +95,10 @@ class UnmarkedTemplate:
         if len(rounds) != 1:
             return None
         start, stop = rounds[0]
-        said = self.strip_start(whole.text[start:stop])
-        return None if len(said) == stop - start and "" not in self._starts else (stop - len(said), stop)
+        try:
+            return stop - len(self._said(whole.text[start:stop])), stop
+        except _InexactError:
+            return None
 
     def _render(self, chat: Conversation, count: int, *, prompt: bool = False, stand_in: bool = False) -> str:
         messages = chat.messages[:count]
@@ -134,9 +148,8 @@ def _parting(prefix: str, text: str) -> str:
 def _starts(own: ChatTemplate) -> tuple[str, ...]:
     """The start of an assistant message that the model is given, longest first: whole, and without reasoning that the
     template starts for it. Empty where it cannot be found out."""
-    question: list[dict[str, Any]] = [{"role": "user", "content": "probe of a user"}]
     try:
-        render = own.render(question, prompt=True)
+        render = own.render([_QUESTION], prompt=True)
     except Exception:  # templates are programs and fail in every way
         return ()
     if 0 not in render.rounds:
@@ -144,3 +157,17 @@ def _starts(own: ChatTemplate) -> tuple[str, ...]:
     start = render.text[render.rounds[0][-1][1] :]
     cut = min((place for thought in _THOUGHT if (place := start.find(thought)) >= 0), default=len(start))
     return tuple(dict.fromkeys((start, start[:cut])))
+
+
+def _starts_without_prompt(own: ChatTemplate) -> tuple[str, ...]:
+    """Of a template that writes none on demand: what stands before the content of an answer. White space there, as in
+    Mistral's templates, is missing before calls of tools."""
+    try:
+        before = own.render([_QUESTION]).text
+        after = own.render([_QUESTION, {"role": "assistant", "content": _STAND_IN}]).text
+    except Exception:  # templates are programs and fail in every way
+        return ()
+    start, found, _ = after.removeprefix(before).partition(_STAND_IN)
+    if not found or not after.startswith(before):
+        return ()
+    return (start,) if start.strip() else tuple(dict.fromkeys((start, "")))

@@ -5,13 +5,15 @@ model would be trained on answers to things it never sees.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
-from trainer.data.chat.marks import ChatTemplate, Render
+from trainer.data.chat.marks import ChatTemplate, Span
 from trainer.data.chat.messages import REASONING
 from trainer.data.chat.sample import ChatError, Conversation
 
 _REASONING = frozenset(REASONING)
+_STAND_IN = "\ue000stand-in\ue001"
 
 
 def shown_in(text: str, content: str) -> bool:
@@ -23,15 +25,15 @@ def shown_in(text: str, content: str) -> bool:
     return answer != wanted and answer in text
 
 
-def check_presence(chat: Conversation, render: Render, own: ChatTemplate) -> None:
+def check_presence(chat: Conversation, text: str, places: Mapping[int, list[Span]], own: ChatTemplate) -> None:
     """Refuse a text that leaves out a message, calls, tools or the reasoning of the last turn.
-
-    The content of a message is looked for in what the template's loop wrote in the rounds of this message, then in what
-    stands around other messages' contents (a system message may stand before the loop or in a user's message).
 
     Args:
         chat: the conversation.
-        render: its text.
+        text: its render.
+        places: where messages stand in it, as far as that is known. A message whose content is not in its places is
+            looked for with a second render, in which another content stands in for it: looking for the content itself
+            would take the "user" of a header for a message that says "user".
         own: the template that wrote it.
 
     Raises:
@@ -39,12 +41,11 @@ def check_presence(chat: Conversation, render: Render, own: ChatTemplate) -> Non
     """
     last_user = max((number for number, message in enumerate(chat.messages) if message["role"] == "user"), default=-1)
     for number, message in enumerate(chat.messages):
-        where = "".join([render.text[start:stop] for start, stop in render.rounds.get(number, [])])
-        if not (where and shown_in(where, message["content"])):
-            around = _around(chat, render, results=message["role"] == "tool")
-            if not shown_in(around, message["content"]):
+        where = "".join([text[start:stop] for start, stop in places.get(number, [])])
+        if not where or not shown_in(where, message["content"]):
+            if message["content"].strip() and not _reacts(chat, number, own):
                 raise _dropped(number, message, "this message", _hint(message["role"]))
-            where = where or around
+            where = where or text
         if "tool_calls" in message:
             names = [call["function"]["name"] for call in message["tool_calls"]]
             if "tool_calls" not in own.keys or not all(name in where for name in names):
@@ -58,23 +59,19 @@ def check_presence(chat: Conversation, render: Render, own: ChatTemplate) -> Non
             )
     if chat.tools:
         names = [tool.get("function", tool).get("name", "") for tool in chat.tools]
-        if "tools" not in own.reads or not all(name in render.text for name in names):
+        if "tools" not in own.reads or not all(name in text for name in names):
             hint = "use a template with tools, or leave them out of the data"
             raise ChatError(f"the template leaves out the tools of this row; {hint}")
 
 
-def _around(chat: Conversation, render: Render, *, results: bool) -> str:
-    """What stands outside the rounds of messages, and in them around the contents of all but assistants. Results of
-    tools may stand in an assistant's round."""
-    kept, place = [], 0
-    spans = [(start, stop, number) for number, rounds in render.rounds.items() for start, stop in rounds]
-    for start, stop, number in sorted(spans):
-        kept.append(render.text[place:start])
-        place = max(place, stop)
-        message = chat.messages[number]
-        if results or message["role"] != "assistant":
-            kept.append(render.text[start:stop].replace(message["content"].strip() or "\0", "\0", 1))
-    return "\0".join([*kept, render.text[place:]])
+def _reacts(chat: Conversation, number: int, own: ChatTemplate) -> bool:
+    """Whether another content of a message would be in the text."""
+    messages = list(chat.messages)
+    messages[number] = {**messages[number], "content": _STAND_IN}
+    try:
+        return _STAND_IN in own.render(messages, chat.tools).text
+    except Exception:  # templates are programs; one that minds the content does not show that it writes it
+        return False
 
 
 def _hint(role: str) -> str:

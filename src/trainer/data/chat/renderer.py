@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from configs.renderer import RendererConfig
 from trainer.data.chat.literals import ControlTokens
-from trainer.data.chat.marks import ChatTemplate, RefusedError, Render
+from trainer.data.chat.marks import ChatTemplate, RefusedError, Render, Span
 from trainer.data.chat.messages import REASONING
 from trainer.data.chat.options import open_templates
 from trainer.data.chat.presence import check_presence
 from trainer.data.chat.sample import ChatError, Conversation, Rendered, UnusableError
-from trainer.data.chat.ways import Span, choose_way
+from trainer.data.chat.ways import choose_way
 from trainer.text import first_line
 
 if TYPE_CHECKING:
@@ -78,8 +78,9 @@ class Renderer:
         if chat.tools:
             own, way = self._templates[1], self._way_with_tools
         render = _render(own, chat)
-        check_presence(chat, render, own)
-        spans = way.parts(chat, render)
+        marks = way.marks(chat, render)
+        check_presence(chat, render.text, render.rounds if marks is None else marks, own)
+        spans = way.parts(chat, render, marks)
         literals: list[Span] = []
         if self._control.spelt_in(chat):
             literals = self._control.places(chat, render.text, lambda other: _render(own, other).text, own.source)
@@ -112,9 +113,8 @@ def _with_names_of_reasoning(chat: Conversation) -> Conversation:
 def _check_ends(spans: list[Span], literals: list[Span]) -> None:
     """What ends a turn is a token of the template, not what a message spells."""
     if {stop for _, stop in spans} & {stop for _, stop in literals}:
-        raise ChatError(
-            "a message that carries loss ends with text that spells a control token; take it out of the data"
-        )
+        what = "what a message that carries loss says ends with text that spells a control token"
+        raise ChatError(f"{what}, and the template adds none; take it out of the data")
 
 
 def _joined(spans: list[Span]) -> list[Span]:

@@ -3,13 +3,14 @@
 from typing import Any, Protocol
 
 from trainer.data.chat.literals import ControlTokens
-from trainer.data.chat.marks import ChatTemplate, Render
+from trainer.data.chat.marks import ChatTemplate, Render, Span
 from trainer.data.chat.prefix import ADVICE, UnmarkedTemplate, place
 from trainer.data.chat.presence import shown_in
 from trainer.data.chat.sample import ChatError, Conversation
 from trainer.data.chat.shipped import choose_shipped
 
-Span = tuple[int, int]
+Marks = dict[int, list[Span]]
+"""By number of the message."""
 
 
 class Way(Protocol):
@@ -18,8 +19,17 @@ class Way(Protocol):
     name: str
     """In a few words."""
 
-    def parts(self, chat: Conversation, render: Render) -> list[Span]:
-        """Start and stop in the text, ascending, of what the messages that train say, ends of turns included.
+    def marks(self, chat: Conversation, render: Render) -> Marks | None:
+        """Where all messages stand in the render, if marks say so."""
+        ...
+
+    def parts(self, chat: Conversation, render: Render, marks: Marks | None) -> list[Span]:
+        """The parts, in order, that the messages that train say, ends of turns included.
+
+        Args:
+            chat: the conversation.
+            render: its text.
+            marks: of this way.
 
         Raises:
             ChatError: there is no exact answer.
@@ -53,20 +63,18 @@ class ShippedMarks:
         self.template = template
         self._otherwise = otherwise
 
-    def parts(self, chat: Conversation, render: Render) -> list[Span]:
+    def marks(self, chat: Conversation, render: Render) -> Marks | None:
         try:
             marked = self.template.render(chat.messages, chat.tools)
-        except Exception:  # templates are programs; the shipped one may not know what the own one takes
-            return self._otherwise.parts(chat, render)
-        if marked.text != render.text:
-            return self._otherwise.parts(chat, render)
-        spans = {number: (start, stop) for number, start, stop in marked.marks}
+        except Exception:  # templates are programs; the shipped one need not know all that the own one takes
+            return None
+        return {number: [(start, stop)] for number, start, stop in marked.marks} if marked.text == render.text else None
+
+    def parts(self, chat: Conversation, render: Render, marks: Marks | None) -> list[Span]:
         trains = [number for number, train in enumerate(chat.trains) if train]
-        return (
-            sorted(spans[number] for number in trains)
-            if spans.keys() >= set(trains)
-            else self._otherwise.parts(chat, render)
-        )
+        if marks is None or not marks.keys() >= set(trains):
+            return self._otherwise.parts(chat, render, None)
+        return sorted(span for number in trains for span in marks[number])
 
 
 class OwnMarks:
@@ -79,7 +87,10 @@ class OwnMarks:
         self._control = control
         self._otherwise = otherwise
 
-    def parts(self, chat: Conversation, render: Render) -> list[Span]:
+    def marks(self, chat: Conversation, render: Render) -> Marks | None:
+        return None  # the author's are around assistants alone
+
+    def parts(self, chat: Conversation, render: Render, marks: Marks | None) -> list[Span]:
         marks = _by_message(chat, render)
         spans: list[Span] = []
         for number, message in enumerate(chat.messages):
@@ -123,7 +134,10 @@ class Unmarked:
         self._control = control
         self.strip_start = self._finder.strip_start
 
-    def parts(self, chat: Conversation, render: Render) -> list[Span]:
+    def marks(self, chat: Conversation, render: Render) -> Marks | None:
+        return None
+
+    def parts(self, chat: Conversation, render: Render, marks: Marks | None) -> list[Span]:
         return [self.part(chat, render, number) for number, train in enumerate(chat.trains) if train]
 
     def part(self, chat: Conversation, render: Render, number: int) -> Span:
@@ -144,10 +158,10 @@ def no_end(chat: Conversation, number: int) -> ChatError:
     return ChatError(f"{place(chat, number)}: the template ends it with no control token. {ADVICE}")
 
 
-def _by_message(chat: Conversation, render: Render) -> dict[int, list[Span]]:
+def _by_message(chat: Conversation, render: Render) -> Marks:
     """The marks of each assistant message: those in its rounds, else one each in order."""
     answers = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
-    found: dict[int, list[Span]] = {number: [] for number in answers}
+    found: Marks = {number: [] for number in answers}
     marks: list[tuple[Any, int, int]] = [mark for mark in render.marks if mark[1] < mark[2]]
     for _, start, stop in marks:
         for number in answers:
