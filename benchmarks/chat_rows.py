@@ -86,8 +86,12 @@ def main() -> None:
             source = build_chats(config, tools, vocab_size=VOCAB_SIZE)
             rates[packing] = {"seconds_to_open": round(time.perf_counter() - start, 3)}
             data = source.description
+            options = {"batch_size": args.batch_size, "seconds": args.seconds}
+            # What one core gives, however busy the machine is.
+            rate = measure(source, workers=0, clock=time.process_time, **options)
+            rates[packing]["rows_per_cpu_second"] = round(rate, 1)
             for workers in args.workers:
-                rate = measure(source, workers=workers, batch_size=args.batch_size, seconds=args.seconds)
+                rate = measure(source, workers=workers, **options)
                 rates[packing][f"rows_per_second_{workers}_workers"] = round(rate, 1)
 
     eaten = args.model_tokens_per_second / args.seq_len

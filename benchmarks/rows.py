@@ -15,6 +15,7 @@ import os
 import platform
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -46,8 +47,15 @@ def write_pool(folder: Path, tokens: int) -> None:
         Path(f"{path}.metadata").write_text(f"random|2\n{count}\n")
 
 
-def measure(source: RowSource, *, workers: int, batch_size: int, seconds: float) -> float:
-    """Rows per second over at least `seconds`, after one step to start with."""
+def measure(
+    source: RowSource,
+    *,
+    workers: int,
+    batch_size: int,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Rows per second of a clock over at least `seconds`, after one step to start with."""
     loader = RowLoader(
         source,
         batch_size=batch_size,
@@ -58,8 +66,8 @@ def measure(source: RowSource, *, workers: int, batch_size: int, seconds: float)
         pin_memory=False,
     )
     loader.step(0)
-    start, step = time.perf_counter(), 0
-    while (spent := time.perf_counter() - start) < seconds:
+    start, step = clock(), 0
+    while (spent := clock() - start) < seconds:
         step += 1
         loader.step(step)
     loader.close()
