@@ -463,7 +463,7 @@ def test_who_comes_while_another_is_at_it_waits(
 
 def test_only_leftovers_are_removed(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of this machine all that are there when the lock is had; of others those that nobody writes to any more."""
-    folder = CacheFolder(cache_dir, "chats-1")
+    folder = CacheFolder(cache_dir, "chats-1", key="data.cache_dir")
     folder.path.mkdir(parents=True)
     names = {
         "own": f".chats-1.{folder._host}.0123",

@@ -114,7 +114,10 @@ def open_or_build(
         RunError: the disk is full, or a worker was killed.
     """
     tokeniser = Tokeniser(Work(part=part, tokenizer=tokenizer, renderer=renderer_config, rules=rules, key=key))
-    folder = CacheFolder(cache_dir, cache_name(part, tokeniser))
+    try:
+        folder = CacheFolder(cache_dir, cache_name(part, tokeniser), key=f"{key}.cache_dir")
+    except OSError as error:
+        raise ConfigError.one(f"{key}.name", f"{part.name} cannot be read: {error.strerror or error}") from error
     found = _find(folder.path, say=True)
     if found is not None:
         return found

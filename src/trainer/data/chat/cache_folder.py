@@ -32,7 +32,12 @@ _NO_FAULT_OF_THE_CONFIG = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 class CacheFolder:
     """The place of a cache."""
 
-    def __init__(self, cache_dir: Path, name: str) -> None:
+    def __init__(self, cache_dir: Path, name: str, *, key: str) -> None:
+        """
+        Args:
+            key: of the config, where faults are reported.
+        """
+        self._key = key
         self._parent = cache_dir.absolute()
         self._host = "".join(letter if letter.isalnum() else "_" for letter in socket.gethostname())
         self.path = self._parent / name
@@ -122,8 +127,8 @@ class CacheFolder:
         except OSError as error:
             what = f"tokenised conversations cannot be written to {self._parent}: {error.strerror or error}"
             if error.errno in _NO_FAULT_OF_THE_CONFIG:
-                raise RunError(f"{what}. Make space there, or give another folder as data.cache_dir") from error
-            raise ConfigError.one("data.cache_dir", what) from error
+                raise RunError(f"{what}. Make space there, or give another folder as {self._key}") from error
+            raise ConfigError.one(self._key, what) from error
 
     def _hidden(self, suffix: str) -> Path:
         return self._parent / f".{self.path.name}.{suffix}"
