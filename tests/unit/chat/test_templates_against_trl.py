@@ -67,7 +67,8 @@ _LLAMA_3_1 = {
 }
 _VISION = {"refused: a message left out": 28, "refused: wants contents as lists of parts": 12}
 
-# How loss is found, and what becomes of the 40 conversations (0: of none of them, but of some of 500). Where the twin has more than we:
+# How loss is found, and what becomes of the 40 conversations (0: of none of them, but of some of 500). Where the twin
+# has more than we:
 # - a header, or a part of it: qwen2_5's twin marks the line end of the header, those of DeepSeek, gptoss and
 #   muse_glimmer the whole header. A model is prompted with it.
 # - a start of reasoning (`<think>\n`) that is a part of the generation prompt, by default or with reasoning off.
