@@ -108,6 +108,8 @@ def test_tables_of_chats_read_back_too():
         "--model.lora.modules-to-save lm_head --renderer.date 2026-11-05 --renderer.options.depth 2 "
         "--renderer.thinking false --data.probabilities 0.5 0.5"
     )
+    Path("model").mkdir()
+    flags += " --model.arch None --no-model.init --model.name ./model"
     config = sft(*flags.split()).config
     text = config.model_dump_json()
     assert SFTConfig.model_validate_json(text) == config
