@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from configs.data import FakeDataConfig
+from configs.data import SFTDataConfig, TokensDataConfig
 from configs.errors import ConfigError
 from configs.sft import SFTConfig
 from models.errors import ArchError
@@ -53,13 +53,13 @@ def load_run_tokenizer(config: SFTConfig, folder: Path | None) -> PreTrainedToke
     name = config.tokenizer.name
     if name is not None and (folder is None or name != config.model.name):
         return load_tokenizer(name)
-    needed = name is not None or config.val is not None or not isinstance(config.data, FakeDataConfig)
+    needed = name is not None or config.val is not None or isinstance(config.data, (SFTDataConfig, TokensDataConfig))
     if folder is not None and needed:
         if is_checkpoint(folder):
             raise ConfigError.one("tokenizer.name", _other_tokenizer(folder))
         log.info("tokenizer: that of %s", config.model.name)
         return load_tokenizer(str(folder), "model.name" if name is None else "tokenizer.name")
-    if not isinstance(config.data, FakeDataConfig):
+    if isinstance(config.data, (SFTDataConfig, TokensDataConfig)):
         raise ConfigError.one("tokenizer.name", f"data of type {config.data.type} needs a tokenizer")
     if config.val is not None:
         raise ConfigError.one("tokenizer.name", "[val] needs a tokenizer, to count bytes or to write conversations")

@@ -1,4 +1,5 @@
-"""The example configs resolve, and describe the models they say they do; that of `tokenize` is tested elsewhere."""
+"""The example configs of pretraining resolve, and describe the models they say they do. Those of chats and of `tokenize`
+are tested elsewhere."""
 
 import json
 import sys
@@ -11,18 +12,22 @@ from configs.cli import resolve
 from models.registry import build_config, build_model
 
 ROOT = Path(__file__).parents[2]
-TOKENIZE = Path("examples/quickstart/tokenize.toml")
-EXAMPLES = sorted({path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*.toml")} - {TOKENIZE})
+EXAMPLES = {
+    "examples/pretrain/125m.toml": (120e6, 130e6),
+    "examples/pretrain/1b.toml": (1.2e9, 1.25e9),
+    "examples/quickstart/pretrain.toml": (3e6, 3.5e6),
+}
+"""Path to the least and the most parameters."""
 
-PARAMETERS = {"125m.toml": (120e6, 130e6), "1b.toml": (1.2e9, 1.25e9), "pretrain.toml": (3e6, 3.5e6)}
+TESTED_ELSEWHERE = ("examples/quickstart/tokenize.toml", "examples/quickstart/chat.toml", "examples/sft/")
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=str)
-def test_example(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path, bounds", EXAMPLES.items(), ids=str)
+def test_example(path: str, bounds: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     here = ["--data.paths", "examples/quickstart/train", "--tokenizer.name", "examples/quickstart/tokenizer"]
     held_out = json.dumps([{"name": "heldout", "path": "examples/quickstart/heldout"}])
-    config = resolve(["@", str(path), *here, "--val.sets", held_out]).config
+    config = resolve(["@", path, *here, "--val.sets", held_out]).config
     assert config.model.arch is not None
     with torch.device("meta"):
         model = build_model(
@@ -31,8 +36,13 @@ def test_example(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             attn="sdpa",
             dtype=torch.float32,
         )
-    least, most = PARAMETERS[path.name]
+    least, most = bounds
     assert least < model.count_parameters().num_params < most
+
+
+def test_every_example_is_tested() -> None:
+    found = {path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").rglob("*.toml")}
+    assert {path for path in found if not path.startswith(TESTED_ELSEWHERE)} == EXAMPLES.keys()
 
 
 def test_no_script_hides_a_module_of_the_standard_library() -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from configs.data import FakeDataConfig
+from configs.data import SFTDataConfig, TokensDataConfig
 from configs.errors import ConfigError
 from configs.inspect import InspectConfig
 from trainer.data.build import build_source
@@ -42,7 +42,7 @@ def load_inputs(config: InspectConfig, track: Track) -> InspectInputs:
         return InspectInputs(tokenizer=inputs.tokenizer, source=inputs.source)
     name = config.tokenizer_name
     tokenizer = load_tokenizer(name) if name is not None else None
-    if tokenizer is None and not isinstance(config.data, FakeDataConfig):
+    if tokenizer is None and isinstance(config.data, (SFTDataConfig, TokensDataConfig)):
         raise ConfigError.one("tokenizer.name", f"data of type {config.data.type} needs a tokenizer")
     vocab_size = config.vocab_size or (len(tokenizer) if tokenizer is not None else None)
     if vocab_size is None:
