@@ -100,17 +100,9 @@ class CausalLM(nn.Module):
 
     @property
     def vocabulary_names(self) -> list[str]:
-        """Names of the parameters with one row per token: the vocabulary matrices, and a bias beside the head's."""
+        """Canonical names of the vocabulary matrices."""
         ids = {id(matrix) for matrix in self.vocabulary_matrices}
-        rows = {len(matrix) for matrix in self.vocabulary_matrices}
-        known = dict(self.named_parameters())
-        return [
-            name
-            for prefix, module in self.named_modules()
-            if any(id(parameter) in ids for parameter in module.parameters(recurse=False))
-            for name, parameter in module.named_parameters(prefix, recurse=False)
-            if name in known and parameter.dim() > 0 and len(parameter) in rows
-        ]
+        return [name for name, parameter in self.canonical_parameters().items() if id(parameter) in ids]
 
     @property
     def matrix_shapes(self) -> MatrixShapes:

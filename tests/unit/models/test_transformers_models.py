@@ -40,7 +40,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"logits_scaling": 8.0, "embedding_multiplier": 6.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3},
     "cohere": GATED | {"logit_scale": 0.3, "use_qk_norm": True},
     "starcoder2": GATED | dict.fromkeys(("residual_dropout", "embedding_dropout", "attention_dropout"), 0.0),
-    "opt": SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "llama": GATED,
 }
 ROWS = [[5, 4, 11], [1, 18, 1]]
@@ -160,7 +159,7 @@ def test_counts_of_fused_and_transposed_projections() -> None:
     assert counts.num_non_embedding_params == 32 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32
 
 
-@pytest.mark.parametrize("family", ["phi3-longrope", "gemma3_text", "gpt_neox", "opt"])
+@pytest.mark.parametrize("family", ["phi3-longrope", "gemma3_text", "gpt_neox"])
 def test_buffers_are_those_of_transformers(family) -> None:
     """Field case R92: built on meta, RoPE's frequencies and scales have their values, and keep them when the parameters
     get memory again."""

@@ -73,10 +73,11 @@ def test_what_is_not_computed_exactly_is_refused_at_build(fields, message) -> No
 
 
 def test_learned_positions_end() -> None:
-    fields = SIZES | {"max_position_embeddings": 15, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
-    with pytest.raises(ArchError, match="opt has learned positions up to 15, fewer than seq_len = 16"):
-        build("opt", **fields)
-    build("opt", seq_len=15, **fields)
+    fields = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 15}
+    fields |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    with pytest.raises(ArchError, match="gpt2 has learned positions up to 15, fewer than seq_len = 16"):
+        build("gpt2", **fields)
+    build("gpt2", seq_len=15, **fields)
 
 
 def test_windows_and_changing_rope_that_never_act_are_accepted() -> None:

@@ -140,3 +140,31 @@ def test_the_log_says_whose_network_it_is(save_model, run_config, make_trainer, 
     with caplog.at_level("INFO"):
         make_trainer(run_config(run_name="log")).close()
     assert 'model: olmo2, transformers\' own, with attention inside documents (model.impl = "auto")' in caplog.text
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_adapters_in_a_model_of_transformers(compute, tmp_path, save_model, run_config, make_trainer):
+    """[model.lora]: the base stays as it is, adapters move, and the merged export is what was trained."""
+    twin = save_model("phi3")
+    lora = {"rank": 2, "target_modules": ["qkv_proj", "down_proj"]}
+    model = {"lora": lora, "compute_dtype": compute, "ac": {"mode": "full"}}
+    config = run_config(model=model, data=CHECKPOINTS, ckpt={}, scheduler={"type": "constant"}, optim={"lr": 1e-2})
+    preflight(config, run_dir=tmp_path / "runs" / "one", world_size=1, say=print)
+    trainer = make_trainer(config)
+    batch = trainer.loader.step(0).micro_batches[0]
+    trained = _run(trainer)
+    assert len(trained) == 8 and all("lora_" in name for name in trained)
+    frozen = dict(twin.named_parameters())
+    assert trainer.grad_sync.frozen.keys() == frozen.keys()
+    for name, weight in trainer.grad_sync.frozen.items():
+        assert torch.equal(weight, frozen[name].detach().to(weight.dtype)), name
+    if compute == "float32":
+        out = tmp_path / "out"
+        run_dir = str(tmp_path / "runs" / "one")
+        assert run_export([run_dir, "--output-dir", str(out), "--dtype", "float32", "--merge"]) == 0
+        merged = AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")
+        lengths = batch.segments.host_cu_seqlens.diff().tolist()
+        with torch.no_grad():
+            theirs = [merged(input_ids=part[None]).logits[0] for part in batch.input_ids[0].split(lengths)]
+            ours = trainer.model.logits(batch)[0]
+        assert (ours - torch.cat(theirs)).abs().max() < 1e-5 * ours.abs().max()
