@@ -61,6 +61,36 @@ def test_new_rows_are_the_mean_and_all_else_is_the_files(
     ) in caplog.messages
 
 
+@pytest.mark.parametrize(
+    ("model_type", "options", "grown"),
+    [
+        ("gpt_neox", {"attention_dropout": 0.0}, ["gpt_neox.embed_in.weight", "embed_out.weight"]),
+        (
+            "gpt2",
+            {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_positions": 64},
+            ["transformer.wte.weight"],
+        ),
+    ],
+)
+def test_models_of_transformers_grow_too(
+    model_type, options, grown, tmp_path, save_model, tiny_tokenizer, run_config, make_trainer
+):
+    tied = len(grown) == 1
+    save_model(model_type, vocab_size=299, tie_word_embeddings=tied, **options)
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    trainer = make_trainer(run_config(tokenizer={"name": str(tiny_tokenizer)}))
+    batch = trainer.loader.step(0).micro_batches[0]
+    with torch.no_grad():
+        assert trainer.model.logits(batch).shape[-1] == 384
+    masters = _masters(trainer)
+    assert masters.keys() == stored.keys()
+    assert [name for name, master in masters.items() if master.shape != stored[name].shape] == grown
+    for name, master in masters.items():
+        assert torch.equal(master[: len(stored[name])], stored[name])
+    for name in grown:
+        assert torch.equal(masters[name][299:], _mean(stored[name]).expand(85, -1))
+
+
 def test_only_a_tokenizer_with_more_ids_changes_the_size(save_model, tiny_tokenizer, run_config):
     """Field case R47: no id without a row, and no row is added for nothing."""
     tokenizer = {"name": str(tiny_tokenizer)}
@@ -187,7 +217,7 @@ def test_a_grown_run_resumes_and_its_export_has_the_same_logits(
     lines = (tmp_path / "runs" / "two" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["loss/mean"] for line in lines][-1] == whole[-1]
 
-    twin = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    twin: Any = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     assert twin.get_input_embeddings().weight.shape[0] == 384
     with torch.no_grad():
         theirs = twin(input_ids=batch.input_ids).logits
