@@ -61,9 +61,7 @@ def build_parallel_model(
         defer_grad_sync=config.defer_grad_sync,
     )
     grad_sync.materialize(mesh.device)
-    log.info(
-        'model: %s, %s (model.impl = "%s")', model_config.model_type, _IMPLEMENTATIONS[model.impl], config.impl
-    )
+    log.info('model: %s, %s (model.impl = "%s")', model_config.model_type, _IMPLEMENTATIONS[model.impl], config.impl)
     log.info("attention %s, compute in %s, master weights in %s", attn, compute_dtype, config.optimization_dtype)
     return model, grad_sync
 
