@@ -66,6 +66,8 @@ def _make(kind: str) -> Any:
             return _bpe(byte_level=True, **byte_level)
         case "byte-level, NFC":
             return _bpe(byte_level=True, **byte_level, normalizer=normalizers.NFC())
+        case "byte-level normalizer":
+            return _bpe(byte_level=True, decoder=decoders.ByteLevel(), normalizer=normalizers.ByteLevel())
         case "byte-level, NFKC":
             return _bpe(byte_level=True, **byte_level, normalizer=normalizers.NFKC())
         case "metaspace first" | "metaspace always" | "metaspace never":
@@ -86,6 +88,7 @@ KINDS = (
     "byte-level, merges over spaces",
     "byte-level, NFC",
     "byte-level, NFKC",
+    "byte-level normalizer",
     "metaspace first",
     "metaspace always",
     "metaspace never",
