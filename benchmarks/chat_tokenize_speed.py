@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import resource
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -80,8 +81,8 @@ def main() -> None:
         "vocabulary": len(tokenizer),
         "workers": args.workers,
         "tokens_per_second": max(one["tokens_per_second"] for one in rounds),
-        "ratio": max(one["ratio"] for one in rounds),
-        "cpu_ratio": max(one["cpu_ratio"] for one in rounds),
+        "ratio": round(statistics.median(one["ratio"] for one in rounds), 3),
+        "cpu_ratio": round(statistics.median(one["cpu_ratio"] for one in rounds), 3),
         "rounds": rounds,
     }
     if args.out is not None:
