@@ -32,12 +32,12 @@ from chat_lengths import conversations
 
 from configs.data import SFTDataConfig
 from configs.renderer import RendererConfig
-from trainer.data.chat import tokenise_pool
-from trainer.data.chat.cache import SampleCache, open_or_build
-from trainer.data.chat.conversation import LossRules, read_conversation
-from trainer.data.chat.encode import Encoder
-from trainer.data.chat.parts import open_parts
-from trainer.data.chat.renderer import Renderer
+from trainer.data.chat.cache import pool
+from trainer.data.chat.cache.cache import SampleCache, open_or_build
+from trainer.data.chat.encode.encoder import Encoder
+from trainer.data.chat.read.conversation import LossRules, read_conversation
+from trainer.data.chat.read.parts import open_parts
+from trainer.data.chat.render.renderer import Renderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -142,7 +142,7 @@ def plain_rate(texts: list[str], tokenizer: "PreTrainedTokenizerBase") -> tuple[
 def cache_rate(chats: Path, tokenizer: "PreTrainedTokenizerBase", cache_dir: Path, workers: int) -> dict[str, float]:
     config = SFTDataConfig(name=str(chats))
     (part,) = open_parts(config)
-    tokenise_pool._ALONE_SECONDS = 0.0  # workers from the first row on
+    pool._ALONE_SECONDS = 0.0  # workers from the first row on
     times: list[tuple[int, float]] = []
     start, before = time.perf_counter(), cpu_seconds()
     cache = open_or_build(

@@ -1,5 +1,4 @@
-"""The example configs of pretraining resolve, and describe the models they say they do. Those of chats and of `tokenize`
-are tested elsewhere."""
+"""The example configs of pretraining resolve and describe the models they say they do."""
 
 import json
 import sys

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from configs.data import DataConfig, SFTDataConfig
 from configs.inspect import InspectConfig
-from trainer.data.chat.conversation import LossRules, read_conversation
-from trainer.data.chat.renderer import Renderer
+from trainer.data.chat.read.conversation import LossRules, read_conversation
+from trainer.data.chat.render.renderer import Renderer
 from trainer.data.chat.source import ChatSource
 from trainer.data.row import RowSource
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from configs.data import SFTDataConfig
 from configs.inspect import InspectConfig
-from trainer.data.chat.conversation import LossRules
+from trainer.data.chat.cache.tokenise import Tokeniser, Work
 from trainer.data.chat.overflow import cut
+from trainer.data.chat.read.conversation import LossRules
 from trainer.data.chat.selection import CachedPart, lost_reason
 from trainer.data.chat.source import ChatSource
-from trainer.data.chat.tokenise import Tokeniser, Work
 from trainer.data.row import RowSource
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from configs.safe_text import one_line
-from trainer.data.chat.cache_record import Drop
+from trainer.data.chat.cache.record import Drop
 from trainer.data.chat.counts import ChatCounts
 from trainer.inspect.counts import Counts, Lengths
 from trainer.inspect.dropped import DroppedRow

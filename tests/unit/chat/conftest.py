@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from trainer.data.chat.cache_record import CacheCounts, Drop
+from trainer.data.chat.cache.record import CacheCounts, Drop
 from trainer.data.chat.sample import Sample
 from trainer.data.chat.selection import CachedPart, RowOptions
 from trainer.data.chat.source import ChatSource

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from trainer.data.chat.conversation import LossRules, read_conversation
+from trainer.data.chat.read.conversation import LossRules, read_conversation
 from trainer.data.chat.sample import Conversation
 
 BOS, EOS = "<s>", "</s>"

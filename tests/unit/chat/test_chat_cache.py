@@ -20,15 +20,17 @@ import pytest
 from configs.data import LossMaskConfig, SFTDataConfig
 from configs.errors import ConfigError
 from configs.renderer import RendererConfig
-from trainer.data.chat import cache as cache_module
-from trainer.data.chat import cache_files, cache_folder, tokenise_pool
-from trainer.data.chat.cache import SampleCache, open_or_build
-from trainer.data.chat.cache_folder import CacheFolder
-from trainer.data.chat.cache_record import Drop
-from trainer.data.chat.conversation import LossRules
-from trainer.data.chat.parts import open_parts
+from trainer.data.chat.cache import cache as cache_module
+from trainer.data.chat.cache import files as cache_files
+from trainer.data.chat.cache import folder as cache_folder
+from trainer.data.chat.cache import pool as tokenise_pool
+from trainer.data.chat.cache.cache import SampleCache, open_or_build
+from trainer.data.chat.cache.folder import CacheFolder
+from trainer.data.chat.cache.record import Drop
+from trainer.data.chat.cache.tokenise import Tokeniser, Work
+from trainer.data.chat.read.conversation import LossRules
+from trainer.data.chat.read.parts import open_parts
 from trainer.data.chat.sample import PlacedError
-from trainer.data.chat.tokenise import Tokeniser, Work
 from trainer.data.row import untracked
 from trainer.errors import RunError
 
@@ -487,10 +489,10 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 from configs.data import SFTDataConfig
 from configs.renderer import RendererConfig
-from trainer.data.chat import tokenise_pool
-from trainer.data.chat.cache import open_or_build
-from trainer.data.chat.conversation import LossRules
-from trainer.data.chat.parts import open_parts
+from trainer.data.chat.cache import pool as tokenise_pool
+from trainer.data.chat.cache.cache import open_or_build
+from trainer.data.chat.read.conversation import LossRules
+from trainer.data.chat.read.parts import open_parts
 
 chats, tokenizer, cache_dir, workers, number = sys.argv[1:]
 if workers != "1":

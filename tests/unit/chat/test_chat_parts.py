@@ -17,8 +17,8 @@ import pytest
 from configs.data import SFTDataConfig
 from configs.errors import ConfigError
 from configs.validation import ValChatConfig
-from trainer.data.chat.conversation import LossRules, read_conversation
-from trainer.data.chat.parts import Part, open_parts
+from trainer.data.chat.read.conversation import LossRules, read_conversation
+from trainer.data.chat.read.parts import Part, open_parts
 from trainer.data.chat.sample import PlacedError
 
 RULES = LossRules(roles=frozenset({"assistant"}), last_turn_only=False)

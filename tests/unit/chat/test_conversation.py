@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.data import SFTDataConfig
-from trainer.data.chat.conversation import LossRules, check_columns, read_conversation
+from trainer.data.chat.read.conversation import LossRules, check_columns, read_conversation
 from trainer.data.chat.sample import ChatError, Conversation, UnusableError
 
 ANSWERS = LossRules(roles=frozenset({"assistant"}), last_turn_only=False)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from configs.errors import ConfigError
-from trainer.data.chat.encode import Encoder
+from trainer.data.chat.encode.encoder import Encoder
 from trainer.data.chat.sample import ChatError, Rendered
 
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"

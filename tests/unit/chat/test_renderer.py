@@ -15,8 +15,8 @@ from configs.cli import resolve
 from configs.errors import ConfigError
 from configs.renderer import RendererConfig
 from configs.sft import SFTConfig
-from trainer.data.chat.encode import Encoder
-from trainer.data.chat.renderer import Renderer
+from trainer.data.chat.encode.encoder import Encoder
+from trainer.data.chat.render.renderer import Renderer
 from trainer.data.chat.sample import ChatError, Conversation, Rendered, UnusableError
 
 Messages = list[dict[str, Any]]

@@ -19,8 +19,8 @@ import jinja2
 import pytest
 
 from configs.renderer import RendererConfig
-from trainer.data.chat.encode import Encoder
-from trainer.data.chat.renderer import Renderer
+from trainer.data.chat.encode.encoder import Encoder
+from trainer.data.chat.render.renderer import Renderer
 from trainer.data.chat.sample import ChatError, Conversation, Rendered, Sample, UnusableError
 
 trl = pytest.importorskip("trl", reason="trl, whose templates these tests take, is not installed")
@@ -277,7 +277,7 @@ def test_shipped_marks_and_unmarked_templates_agree(
     tokenizer = made_chats.make_tokenizer(source, made_chats.control_tokens(source))
     outcomes: Counter[str] = Counter()
     by_marks = _render_all(_renderer(tokenizer), tokenizer, chats, outcomes)
-    monkeypatch.setattr("trainer.data.chat.ways.choose_shipped", lambda *_: None)
+    monkeypatch.setattr("trainer.data.chat.render.ways.choose_shipped", lambda *_: None)
     without = _renderer(tokenizer)
     assert without.description == PREFIX
     assert by_marks and [without.render(chat) for chat, _ in by_marks] == [one for _, one in by_marks]

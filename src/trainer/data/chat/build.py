@@ -8,9 +8,9 @@ from configs.data import ChatConfig, SFTDataConfig
 from configs.renderer import RendererConfig
 from configs.sft import SFTConfig
 from configs.validation import ValChatConfig
-from trainer.data.chat.cache import open_or_build
-from trainer.data.chat.conversation import LossRules
-from trainer.data.chat.parts import open_parts
+from trainer.data.chat.cache.cache import open_or_build
+from trainer.data.chat.read.conversation import LossRules
+from trainer.data.chat.read.parts import open_parts
 from trainer.data.chat.selection import CachedPart, RowOptions
 from trainer.data.chat.source import ChatSource
 from trainer.data.row import Track

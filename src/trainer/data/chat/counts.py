@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from trainer.data.chat.cache_record import Drop
+from trainer.data.chat.cache.record import Drop
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,13 @@ from typing import Any, Literal
 import numpy as np
 
 from configs.errors import ConfigError
-from trainer.data.chat.cache import SampleCache
-from trainer.data.chat.cache_record import Drop
+from trainer.data.chat.cache.cache import SampleCache
+from trainer.data.chat.cache.record import Drop
 from trainer.data.chat.counts import ChatCounts, merge_drops, reasons_text
 from trainer.data.chat.mixture import mix
 from trainer.data.chat.overflow import Cut, Overflow, cut
-from trainer.data.chat.parts import Part
 from trainer.data.chat.plan import Packing, RowPlan
+from trainer.data.chat.read.parts import Part
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, cast
 
 import orjson
 
-from trainer.data.chat.local_files import LocalFile, require_unchanged
+from trainer.data.chat.read.local_files import LocalFile, require_unchanged
 from trainer.data.chat.sample import PlacedError
 from trainer.text import first_line
 

@@ -19,10 +19,10 @@ from queue import SimpleQueue
 from typing import Any
 
 from configs.errors import ConfigError, Fault
-from trainer.data.chat.tokenise import Chunk, Tokeniser, Work
+from trainer.data.chat.cache.tokenise import Chunk, Tokeniser, Work
 from trainer.errors import RunError
 
-_COMMAND = (sys.executable, "-P", "-m", "trainer.data.chat.tokenise_worker")
+_COMMAND = (sys.executable, "-P", "-m", "trainer.data.chat.cache.worker")
 
 _ROWS = 128
 """Of a chunk."""

@@ -8,8 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.data.chat.marks import ChatTemplate, Span
-from trainer.data.chat.messages import REASONING
+from trainer.data.chat.read.messages import REASONING
+from trainer.data.chat.render.marks import ChatTemplate, Span
 from trainer.data.chat.sample import ChatError, Conversation
 
 _REASONING = frozenset(REASONING)

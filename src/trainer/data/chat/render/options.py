@@ -6,7 +6,7 @@ import jinja2
 
 from configs.errors import ConfigError, Fault
 from configs.renderer import RendererConfig
-from trainer.data.chat.marks import ChatTemplate
+from trainer.data.chat.render.marks import ChatTemplate
 from trainer.text import first_line, listed
 
 if TYPE_CHECKING:

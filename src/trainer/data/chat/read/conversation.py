@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.data import ChatConfig
-from trainer.data.chat.messages import describe, from_json, is_empty_answer, read_message, read_tool
+from trainer.data.chat.read.messages import describe, from_json, is_empty_answer, read_message, read_tool
 from trainer.data.chat.sample import ChatError, Conversation, UnusableError
 from trainer.text import listed
 

@@ -9,15 +9,15 @@ import numpy as np
 
 from configs.errors import ConfigError
 from configs.renderer import RendererConfig
-from trainer.data.chat.cache_files import SAMPLES, TOKENS, TableWriter, open_tables
-from trainer.data.chat.cache_folder import CacheFolder
-from trainer.data.chat.cache_key import cache_name
-from trainer.data.chat.cache_record import RECORD, CacheCounts, Drop, Record, encode_record, read_record
-from trainer.data.chat.conversation import LossRules
-from trainer.data.chat.parts import Part
+from trainer.data.chat.cache.files import SAMPLES, TOKENS, TableWriter, open_tables
+from trainer.data.chat.cache.folder import CacheFolder
+from trainer.data.chat.cache.key import cache_name
+from trainer.data.chat.cache.pool import default_workers, tokenise_part
+from trainer.data.chat.cache.record import RECORD, CacheCounts, Drop, Record, encode_record, read_record
+from trainer.data.chat.cache.tokenise import Chunk, Tokeniser, Work
+from trainer.data.chat.read.conversation import LossRules
+from trainer.data.chat.read.parts import Part
 from trainer.data.chat.sample import PlacedError, Sample
-from trainer.data.chat.tokenise import Chunk, Tokeniser, Work
-from trainer.data.chat.tokenise_pool import default_workers, tokenise_part
 from trainer.data.row import Track
 from trainer.text import first_line
 

@@ -7,9 +7,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from trainer.data.chat.jsonl_file import JsonlFile
-from trainer.data.chat.local_files import content_key, find_files
-from trainer.data.chat.parquet_file import ParquetFile
+from trainer.data.chat.read.jsonl_file import JsonlFile
+from trainer.data.chat.read.local_files import content_key, find_files
+from trainer.data.chat.read.parquet_file import ParquetFile
 
 
 class FilePart:

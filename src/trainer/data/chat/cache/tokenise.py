@@ -7,10 +7,10 @@ import numpy as np
 
 from configs.errors import ConfigError
 from configs.renderer import RendererConfig
-from trainer.data.chat.conversation import LossRules, read_conversation
-from trainer.data.chat.encode import Encoder
-from trainer.data.chat.parts import Part
-from trainer.data.chat.renderer import Renderer
+from trainer.data.chat.encode.encoder import Encoder
+from trainer.data.chat.read.conversation import LossRules, read_conversation
+from trainer.data.chat.read.parts import Part
+from trainer.data.chat.render.renderer import Renderer
 from trainer.data.chat.sample import ChatError, PlacedError, Rendered, Sample, UnusableError
 
 if TYPE_CHECKING:

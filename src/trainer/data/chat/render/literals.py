@@ -14,7 +14,7 @@ from itertools import count
 from os.path import commonprefix
 from typing import Any
 
-from trainer.data.chat.marks import Span
+from trainer.data.chat.render.marks import Span
 from trainer.data.chat.sample import ChatError, Conversation
 
 Form = Callable[[Conversation], str]

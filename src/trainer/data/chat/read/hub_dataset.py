@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.data import ChatPart
-from trainer.data.chat.arrow_rows import RowMaker
-from trainer.data.chat.conversation import COLUMNS, check_columns
-from trainer.data.chat.local_files import content_key, list_tables
+from trainer.data.chat.read.arrow_rows import RowMaker
+from trainer.data.chat.read.conversation import COLUMNS, check_columns
+from trainer.data.chat.read.local_files import content_key, list_tables
 from trainer.data.chat.sample import ChatError, PlacedError
 from trainer.text import first_line, listed
 

@@ -13,7 +13,7 @@ from typing import IO
 import numpy as np
 import pyarrow as pa
 
-from trainer.data.chat.tokenise import Chunk
+from trainer.data.chat.cache.tokenise import Chunk
 
 TOKENS, SAMPLES = "tokens.arrow", "samples.arrow"
 

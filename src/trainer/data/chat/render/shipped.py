@@ -11,7 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from trainer.data.chat.marks import ChatTemplate
+from trainer.data.chat.render.marks import ChatTemplate
 
 _U, _A = "probe of a user", "probe of an assistant"
 _FAMILIES = ("qwen", "chatml", "llama3", "llama3_1", "gemma", "mistral")
@@ -44,7 +44,7 @@ def choose_shipped(own: ChatTemplate, variables: dict[str, Any]) -> tuple[str, C
 
 @cache
 def _source(family: str) -> str:
-    return files("trainer.data.chat").joinpath("templates", f"{family}.jinja").read_text(encoding="utf-8")
+    return files("trainer.data.chat.render").joinpath("templates", f"{family}.jinja").read_text(encoding="utf-8")
 
 
 def _try(template: ChatTemplate, probe: Probe) -> str | None:

@@ -11,8 +11,8 @@ message has one round with all of its text in it, and an assistant's begins with
 
 from typing import Any
 
-from trainer.data.chat.marks import ChatTemplate, RefusedError, Render, Span
-from trainer.data.chat.presence import shown_in
+from trainer.data.chat.render.marks import ChatTemplate, RefusedError, Render, Span
+from trainer.data.chat.render.presence import shown_in
 from trainer.data.chat.sample import ChatError, Conversation
 
 ADVICE = "Use a template with {% generation %} marks around what the assistant says (renderer.template)"

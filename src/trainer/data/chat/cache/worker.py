@@ -14,8 +14,8 @@ from dataclasses import asdict
 from queue import SimpleQueue
 
 from configs.errors import ConfigError
-from trainer.data.chat.tokenise import Tokeniser
-from trainer.data.chat.tokenise_pool import Answer
+from trainer.data.chat.cache.pool import Answer
+from trainer.data.chat.cache.tokenise import Tokeniser
 from trainer.errors import RunError
 
 

@@ -4,8 +4,8 @@ import json
 import re
 from hashlib import blake2b
 
-from trainer.data.chat.parts import Part
-from trainer.data.chat.tokenise import Tokeniser
+from trainer.data.chat.cache.tokenise import Tokeniser
+from trainer.data.chat.read.parts import Part
 
 FORMAT = 1
 """Goes up with every change of what the files hold, or of how rows become tokens."""

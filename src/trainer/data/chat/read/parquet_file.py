@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.chat.arrow_rows import RowMaker
-from trainer.data.chat.conversation import COLUMNS, check_columns
-from trainer.data.chat.local_files import LocalFile, require_unchanged
+from trainer.data.chat.read.arrow_rows import RowMaker
+from trainer.data.chat.read.conversation import COLUMNS, check_columns
+from trainer.data.chat.read.local_files import LocalFile, require_unchanged
 from trainer.data.chat.sample import ChatError, PlacedError
 from trainer.text import first_line
 

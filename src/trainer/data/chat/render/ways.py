@@ -2,12 +2,12 @@
 
 from typing import Any, Protocol
 
-from trainer.data.chat.literals import ControlTokens
-from trainer.data.chat.marks import ChatTemplate, Render, Span
-from trainer.data.chat.prefix import ADVICE, UnmarkedTemplate, place
-from trainer.data.chat.presence import shown_in
+from trainer.data.chat.render.literals import ControlTokens
+from trainer.data.chat.render.marks import ChatTemplate, Render, Span
+from trainer.data.chat.render.prefix import ADVICE, UnmarkedTemplate, place
+from trainer.data.chat.render.presence import shown_in
+from trainer.data.chat.render.shipped import choose_shipped
 from trainer.data.chat.sample import ChatError, Conversation
-from trainer.data.chat.shipped import choose_shipped
 
 Marks = dict[int, list[Span]]
 """By number of the message."""

@@ -14,13 +14,13 @@ model is given to answer (its header) and ends with the token that ends its turn
 from typing import TYPE_CHECKING, Any
 
 from configs.renderer import RendererConfig
-from trainer.data.chat.literals import ControlTokens
-from trainer.data.chat.marks import ChatTemplate, RefusedError, Render, Span
-from trainer.data.chat.messages import REASONING
-from trainer.data.chat.options import open_templates
-from trainer.data.chat.presence import check_presence
+from trainer.data.chat.read.messages import REASONING
+from trainer.data.chat.render.literals import ControlTokens
+from trainer.data.chat.render.marks import ChatTemplate, RefusedError, Render, Span
+from trainer.data.chat.render.options import open_templates
+from trainer.data.chat.render.presence import check_presence
+from trainer.data.chat.render.ways import choose_way
 from trainer.data.chat.sample import ChatError, Conversation, Rendered, UnusableError
-from trainer.data.chat.ways import choose_way
 from trainer.text import first_line
 
 if TYPE_CHECKING:

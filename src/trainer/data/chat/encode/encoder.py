@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from configs.errors import ConfigError
-from trainer.data.chat.byte_tokens import ByteTokens, byte_tokens
-from trainer.data.chat.literal_encoder import LiteralEncoder
-from trainer.data.chat.loss_places import loss_by_bytes, loss_by_offsets
+from trainer.data.chat.encode.byte_tokens import ByteTokens, byte_tokens
+from trainer.data.chat.encode.literal_encoder import LiteralEncoder
+from trainer.data.chat.encode.loss_places import loss_by_bytes, loss_by_offsets
 from trainer.data.chat.sample import ChatError, Rendered, Sample
 from trainer.text import first_line
 from trainer.tokenizer import special_ids

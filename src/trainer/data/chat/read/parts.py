@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from configs.data import ChatConfig, ChatPart, SFTDataConfig, is_dataset_id
 from configs.errors import ConfigError, Fault
-from trainer.data.chat.file_part import open_files
-from trainer.data.chat.hub_dataset import is_saved, open_hub, open_saved
+from trainer.data.chat.read.file_part import open_files
+from trainer.data.chat.read.hub_dataset import is_saved, open_hub, open_saved
 from trainer.data.chat.sample import ChatError
 
 

@@ -1,0 +1,1 @@
+"""Conversations tokenised once, in parallel, and kept in Arrow files."""

@@ -1,0 +1,1 @@
+"""Text to tokens, and which of them carry loss."""

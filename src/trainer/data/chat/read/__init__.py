@@ -1,0 +1,1 @@
+"""Conversations out of files and datasets, in one form."""

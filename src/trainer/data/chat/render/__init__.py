@@ -1,0 +1,1 @@
+"""Conversations to text, and which parts of it carry loss."""
