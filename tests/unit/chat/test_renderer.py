@@ -284,6 +284,9 @@ def test_own_marks_that_are_wrong(parts: Callable[..., list[str]]) -> None:
         parts(own(head + "{{ m.content }}", "{{ '<|im_end|>\n' }}"), say("Hi", "Hello"))
     with pytest.raises(ChatError, match=r"message 2 \(assistant\): the template ends it with no control token"):
         parts(own(head, "{{ m.content }}", "{{ '\n' }}"), say("Hi", "Hello"))
+    # The control token behind the marks is the header of the next message.
+    with pytest.raises(ChatError, match=r"message 2 \(assistant\): the template ends it with no control token"):
+        parts(own(head, "{{ m.content }}{{ '<|im_end|>' if loop.last }}"), say("Hi", "Hello", "and?", "Bye"))
     twice = own(head, "{{ m.content + '<|im_end|>\n' }}") + "{% generation %}!{% endgeneration %}"
     with pytest.raises(ChatError, match="marks enclose 2 parts, but there are 1 assistant messages"):
         parts(twice, say("Hi", "Hello"))

@@ -102,18 +102,19 @@ class OwnMarks:
             said = "".join(render.text[start:stop] for start, stop in marks[number])
             if not shown_in(said, message["content"]):
                 raise ChatError(f"{place(chat, number)}: the template's marks do not enclose what it says")
-            spans += self._with_end(chat, render.text, number, self._without_start(render.text, marks[number]))
+            spans += self._with_end(chat, render, number, self._without_start(render.text, marks[number]))
         return sorted(spans)
 
     def _without_start(self, text: str, marks: list[Span]) -> list[Span]:
         (start, stop), *others = marks
         return [(stop - len(self._otherwise.strip_start(text[start:stop])), stop), *others]
 
-    def _with_end(self, chat: Conversation, text: str, number: int, marks: list[Span]) -> list[Span]:
+    def _with_end(self, chat: Conversation, render: Render, number: int, marks: list[Span]) -> list[Span]:
         """The token that ends the turn comes last: it may stand behind the marks, or white space behind it."""
         *others, (start, stop) = marks
+        text = render.text
         end = self._control.end_in(text, start, stop)
-        if end is None:
+        if end is None and not _begins_another(render, number, stop):
             end = self._control.end_of_token_at(text, stop)
         if end is None:
             # Without control tokens the end may be any text, but there has to be one.
@@ -151,6 +152,12 @@ class Unmarked:
         content = chat.messages[number]["content"]
         trimmed = render.text.startswith(content.strip(), start)
         return start, start + len(content.strip() if trimmed else content)
+
+
+def _begins_another(render: Render, number: int, place: int) -> bool:
+    """What stands at a place of the text is another message's, its header for one."""
+    owners = {owner for owner, rounds in render.rounds.items() if any(a <= place < b for a, b in rounds)}
+    return bool(owners) and number not in owners
 
 
 def no_end(chat: Conversation, number: int) -> ChatError:
