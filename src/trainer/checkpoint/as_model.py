@@ -1,9 +1,7 @@
 """A checkpoint of ours in the place of a Hugging Face folder: `model.name` may be one."""
 
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from torch import Tensor
 
@@ -74,34 +72,11 @@ def open_model(folder: Path) -> WeightFiles:
         for name in reader.names
         if name.startswith(MODEL_PREFIX)
     }
-    return _CheckpointFiles(folder=folder, tensors=tensors, reader=reader)
 
+    def read(name: str, start: int, stop: int) -> Tensor:
+        return reader.read_rows(MODEL_PREFIX + name, start, stop)
 
-@dataclass(frozen=True, kw_only=True)
-class _CheckpointFiles(WeightFiles):
-    reader: TensorReader
-
-    def rows(self) -> "_CheckpointRows":
-        return _CheckpointRows(self.reader)
-
-
-class _CheckpointRows:
-    """Nothing stays open between reads."""
-
-    def __init__(self, reader: TensorReader) -> None:
-        self._reader = reader
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        pass
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """As in StoredRows."""
-        return self._reader.read_rows(MODEL_PREFIX + name, start, stop)
+    return WeightFiles(folder=folder, tensors=tensors, open_rows=lambda: nullcontext(read))
 
 
 def _fault(checkpoint: Path, error: Exception) -> ConfigError:

@@ -62,20 +62,7 @@ class TensorReader:
         Raises:
             RunError: it cannot be read, or the file holds something else.
         """
-        for chunk in self._entry(name).chunks:
-            if 0 in chunk.sizes:
-                continue
-            part = into
-            for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                part = part.narrow(dim, offset, size)
-            try:
-                if part.is_contiguous():
-                    self._read_chunk(name, chunk, part)
-                else:
-                    part.copy_(self._read_chunk(name, chunk, torch.empty(part.shape, dtype=part.dtype)))
-            except OSError as error:
-                raise RunError(f"{name} in {self._path} cannot be read: {describe(error)}") from error
-        return into
+        return self._fill(name, into, 0)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """(stop - start, ...) rows of a tensor; one without dimensions is one row, and comes whole.
@@ -84,31 +71,36 @@ class TensorReader:
             RunError: as in `read`.
         """
         shape = self.shape(name)
-        if not shape:
-            return self.read(name, torch.empty((), dtype=self.dtype(name)))
-        rows = torch.empty((stop - start, *shape[1:]), dtype=self.dtype(name))
+        rows = torch.empty((stop - start, *shape[1:]) if shape else (), dtype=self.dtype(name))
+        return self._fill(name, rows, start)
+
+    def _fill(self, name: str, into: Tensor, start: int) -> Tensor:
+        """Fill `into` with as many rows as it has, from `start` on."""
+        stop = start + (into.size(0) if into.dim() else 1)
         for chunk in self._entry(name).chunks:
-            first, last = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.sizes[0])
+            offset, size = (*chunk.offsets, 0)[0], (*chunk.sizes, 1)[0]
+            first, last = max(start, offset), min(stop, offset + size)
             if first >= last or 0 in chunk.sizes:
                 continue
-            part = rows[first - start : last - start]
-            for dim, (offset, size) in enumerate(zip(chunk.offsets[1:], chunk.sizes[1:], strict=True), 1):
-                part = part.narrow(dim, offset, size)
-            found = part if part.is_contiguous() else torch.empty(part.shape, dtype=part.dtype)
+            part = into[first - start : last - start] if into.dim() else into
+            for dim, bounds in enumerate(zip(chunk.offsets[1:], chunk.sizes[1:], strict=True), 1):
+                part = part.narrow(dim, *bounds)
             try:
-                self._read_chunk(name, chunk, found, first_row=first - chunk.offsets[0])
+                if part.is_contiguous():
+                    self._read_chunk(name, chunk, part, first - offset)
+                else:
+                    found = torch.empty(part.shape, dtype=part.dtype)
+                    part.copy_(self._read_chunk(name, chunk, found, first - offset))
             except OSError as error:
                 raise RunError(f"{name} in {self._path} cannot be read: {describe(error)}") from error
-            if found is not part:
-                part.copy_(found)
-        return rows
+        return into
 
     def _entry(self, name: str) -> TensorStorageMetadata:
         entry = self._metadata.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata), "read_metadata refuses anything else"
         return entry
 
-    def _read_chunk(self, name: str, chunk: ChunkStorageMetadata, into: Tensor, first_row: int = 0) -> Tensor:
+    def _read_chunk(self, name: str, chunk: ChunkStorageMetadata, into: Tensor, first_row: int) -> Tensor:
         """Fill the contiguous `into` with a stored part, or with as many rows of it as it has from `first_row` on."""
         info = self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]
         stored = torch.empty(chunk.sizes, dtype=into.dtype, device="meta")

@@ -15,7 +15,7 @@ from trainer.errors import RunError
 from trainer.weights.adapter_files import AdapterRecord
 from trainer.weights.fingerprint import fingerprint
 from trainer.weights.fit import is_ignored
-from trainer.weights.folder import StoredRows, WeightFiles, open_weights, weight_file_names
+from trainer.weights.folder import ReadRows, WeightFiles, open_weights, weight_file_names
 from trainer.weights.hub import fetch_weights, find_model
 from trainer.weights.tokenizer_files import TokenizerFiles
 from trainer.weights.write import TensorEntry, write_safetensors
@@ -119,8 +119,8 @@ def write_merged(
     whole = merge.whole
 
     def fill(folder: Path) -> None:
-        with merge.base.files.rows() as rows:
-            source = _MergedSource(merge, rows)
+        with merge.base.files.open_rows() as read_base:
+            source = _MergedSource(merge, read_base)
             write_safetensors(
                 folder, whole.entries, source.read, max_shard_bytes=max_shard_bytes, on_progress=on_progress
             )
@@ -133,8 +133,8 @@ def write_merged(
 class _MergedSource:
     """Tensors of the merged model, one at a time."""
 
-    def __init__(self, merge: Merge, rows: StoredRows) -> None:
-        self._base, self._rows = merge.base.files, rows
+    def __init__(self, merge: Merge, read_base: ReadRows) -> None:
+        self._base, self._read_base = merge.base.files, read_base
         self._adapters = TensorSource(merge.adapters)
         self._names = {entry.name for entry in merge.adapters.entries}
         self._scale = merge.record.alpha / merge.record.rank
@@ -148,8 +148,7 @@ class _MergedSource:
         if name in self._names:  # trained whole
             tensor = self._adapters.read(name)
         else:
-            shape = self._base.tensors[name].shape
-            tensor = self._rows.read(name, 0, (*shape, 1)[0])
+            tensor = self._read_base(name, 0, self._base.tensors[name].num_rows)
             layer = name.removesuffix(".weight")
             if f"{layer}.lora_A.weight" in self._names:
                 down = self._adapters.read(f"{layer}.lora_A.weight").clone()  # (rank, inputs)

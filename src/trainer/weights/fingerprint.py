@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.weights.folder import StoredRows, WeightFiles
+from trainer.weights.folder import ReadRows, StoredTensor, WeightFiles
 
 _SAMPLED_ROWS = 16
 """Rows of each matrix, evenly spread, the first and the last among them."""
@@ -24,9 +24,9 @@ def fingerprint(files: WeightFiles) -> str:
         RunError: a file is damaged.
     """
     samples: dict[str, bytes] = {}
-    with files.rows() as rows:
+    with files.open_rows() as read:
         for name, stored in files.tensors.items():  # in the order of the bytes
-            samples[name] = _sample(rows, name, stored.shape)
+            samples[name] = _sample(read, name, stored)
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(samples):
         stored = files.tensors[name]
@@ -34,16 +34,16 @@ def fingerprint(files: WeightFiles) -> str:
     return digest.hexdigest()
 
 
-def _sample(rows: StoredRows, name: str, shape: tuple[int, ...]) -> bytes:
-    """BLAKE2b of some rows; a tensor with one dimension or none is one row."""
+def _sample(read: ReadRows, name: str, stored: StoredTensor) -> bytes:
+    """BLAKE2b of some rows; a vector is read like one row."""
     digest = hashlib.blake2b(digest_size=16)
-    if len(shape) < 2:
-        _add(digest, rows.read(name, 0, (*shape, 1)[0]))
+    if len(stored.shape) < 2:
+        _add(digest, read(name, 0, stored.num_rows))
         return digest.digest()
-    count = min(_SAMPLED_ROWS, shape[0])
+    count = min(_SAMPLED_ROWS, stored.num_rows)
     for sample in range(count):
-        row = sample * (shape[0] - 1) // max(count - 1, 1)
-        _add(digest, rows.read(name, row, row + 1))
+        row = sample * (stored.num_rows - 1) // max(count - 1, 1)
+        _add(digest, read(name, row, row + 1))
     return digest.digest()
 
 

@@ -4,10 +4,12 @@ Nothing in the folder is trusted: no pickle is read, no code runs, and no file o
 """
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -18,6 +20,10 @@ from trainer.errors import RunError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+ReadRows = Callable[[str, int, int], Tensor]
+"""read(name, start, stop): (stop - start, ...) rows in the stored dtype, on the CPU. A tensor without dimensions is one
+row, and comes whole. Raises RunError where the file is damaged; so may the end of the context that gave the function.
+"""
 
 _REMAP_BYTES = 1 << 28
 """Bytes read from a mapped file before it is mapped anew: its pages count as this process's memory until then."""
@@ -33,6 +39,11 @@ class StoredTensor:
 
     shape: tuple[int, ...]
 
+    @property
+    def num_rows(self) -> int:
+        """Along the first dimension; a tensor without dimensions is one row."""
+        return self.shape[0] if self.shape else 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFiles:
@@ -42,63 +53,45 @@ class WeightFiles:
     tensors: dict[str, StoredTensor]
     """By name; file after file, in the order of the bytes."""
 
-    def rows(self) -> "StoredRows":
-        """For reading; a context manager."""
-        return _SafetensorsRows(self)
+    open_rows: Callable[[], AbstractContextManager[ReadRows]]
+    """For reading, as long as the context lasts."""
 
 
-class StoredRows(Protocol):
-    """Rows of stored tensors, while it is open."""
+class _MappedFiles:
+    """Views of mapped files, of which one is open at a time."""
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """(stop - start, ...) rows in the stored dtype, on the CPU. A tensor without dimensions comes whole.
-
-        Raises:
-            RunError: here or at the end, when the file is damaged.
-        """
-        ...
-
-
-class _SafetensorsRows:
-    """One file is open at a time."""
-
-    def __init__(self, files: WeightFiles) -> None:
-        self._files = files
-        self._path: Path | None = None
+    def __init__(self, tensors: dict[str, StoredTensor]) -> None:
+        self._tensors = tensors
+        self.path: Path | None = None
         self._reader: Any = None
         self._bytes = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._close()
-        if isinstance(error, SafetensorError):
-            raise RunError(f"{self._path} is damaged or cut short ({error})") from error
-
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """As in StoredRows: a view of the mapped file."""
-        path = self._files.tensors[name].file
-        if path != self._path or self._bytes >= _REMAP_BYTES:
-            self._close()
-            self._path, self._bytes = path, 0
-            self._reader = safe_open(path, framework="pt").__enter__()
-        rows = self._reader.get_slice(name)[start:stop]
+        """As ReadRows."""
+        stored = self._tensors[name]
+        if stored.file != self.path or self._bytes >= _REMAP_BYTES:
+            self.close()
+            self.path, self._bytes = stored.file, 0
+            self._reader = safe_open(stored.file, framework="pt").__enter__()
+        rows = self._reader.get_slice(name)[start:stop] if stored.shape else self._reader.get_tensor(name)
         self._bytes += rows.nbytes
         return rows
 
-    def _close(self) -> None:
+    def close(self) -> None:
         if self._reader is not None:
             self._reader.__exit__(None, None, None)
             self._reader = None
+
+
+@contextmanager
+def _open_mapped(tensors: dict[str, StoredTensor]) -> Iterator[ReadRows]:
+    files = _MappedFiles(tensors)
+    try:
+        yield files.read
+    except SafetensorError as error:
+        raise RunError(f"{files.path} is damaged or cut short ({error})") from error
+    finally:
+        files.close()
 
 
 def weight_file_names(folder: Path) -> list[str]:
@@ -138,7 +131,7 @@ def open_weights(folder: Path) -> WeightFiles:
         for tensor, name in _read_index(index_path).items():
             if tensor not in tensors or tensors[tensor].file.name != name:
                 raise _fault(f"{index_path} says that {tensor} is in {name}, which does not hold it")
-    return WeightFiles(folder=folder, tensors=tensors)
+    return WeightFiles(folder=folder, tensors=tensors, open_rows=partial(_open_mapped, tensors))
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:

@@ -19,7 +19,7 @@ from models.shards import local_range
 from trainer.errors import RunError
 from trainer.progress import ProgressBar
 from trainer.weights.fit import FILE_DTYPES, check_tensors
-from trainer.weights.folder import StoredRows, StoredTensor, WeightFiles, open_weights
+from trainer.weights.folder import ReadRows, StoredTensor, WeightFiles, open_weights
 
 log = logging.getLogger(__name__)
 
@@ -73,12 +73,12 @@ def load_weights(
     bar = ProgressBar(description="loading weights (MB)", total=sum(sizes.values()) // 10**6) if show else None
     done = 0
     try:
-        with files.rows() as rows, torch.no_grad():
+        with files.open_rows() as read, torch.no_grad():
             for name in order:
                 parameter, stored = parameters[tied.get(name, name)], files.tensors[name]
-                _load(rows, name, stored, parameter, compare=name not in parameters)
-                if name in parameters and parameter.dim() and parameter.shape[0] > stored.shape[0]:
-                    _fill_new_rows(rows, name, stored, parameter)
+                _load(read, name, stored, parameter, compare=name not in parameters)
+                if name in parameters and parameter.dim() and parameter.shape[0] > stored.num_rows:
+                    _fill_new_rows(read, name, stored, parameter)
                 done += sizes[name]
                 if bar is not None:
                     bar.update(done // 10**6)
@@ -107,12 +107,12 @@ def _local_rows(name: str, parameter: Tensor) -> tuple[Tensor, int, int]:
     return local, start // row, stop // row
 
 
-def _load(rows: StoredRows, name: str, stored: StoredTensor, parameter: Tensor, *, compare: bool) -> None:
+def _load(read: ReadRows, name: str, stored: StoredTensor, parameter: Tensor, *, compare: bool) -> None:
     local, start, stop = _local_rows(name, parameter)
-    stop = min(stop, *stored.shape[:1])
+    stop = min(stop, stored.num_rows)
     if local.numel() == 0 or start >= stop:
         return
-    values = rows.read(name, start, stop)
+    values = read(name, start, stop)
     if parameter.dim():
         local = local[: stop - start]  # without the rows that the file lacks
     if compare:
@@ -129,13 +129,13 @@ def _load(rows: StoredRows, name: str, stored: StoredTensor, parameter: Tensor, 
         raise RunError(f"{stored.file}: {name} holds values that are not finite in {local.dtype}")
 
 
-def _fill_new_rows(rows: StoredRows, name: str, stored: StoredTensor, parameter: Tensor) -> None:
+def _fill_new_rows(read: ReadRows, name: str, stored: StoredTensor, parameter: Tensor) -> None:
     """Set the rows that the file lacks to the mean of its own. All ranks add the same numbers in the same order, so
     that nothing is sent and nothing depends on their number."""
     local, start, stop = _local_rows(name, parameter)
-    count = stored.shape[0]
+    count = stored.num_rows
     if stop > max(start, count) and local.numel():
-        mean = _mean_row(rows, name, stored)
+        mean = _mean_row(read, name, stored)
         local[max(start, count) - start :] = torch.from_numpy(mean).to(local)
     log.info(
         "weights: rows %d to %d of %s are new, each the mean of the %d before",
@@ -146,16 +146,16 @@ def _fill_new_rows(rows: StoredRows, name: str, stored: StoredTensor, parameter:
     )
 
 
-def _mean_row(rows: StoredRows, name: str, stored: StoredTensor) -> np.ndarray:
+def _mean_row(read: ReadRows, name: str, stored: StoredTensor) -> np.ndarray:
     """The mean of a stored tensor over its rows, in float64.
 
     numpy adds whole rows one after the other here; torch's order may depend on the number of threads.
     """
-    count, row_bytes = stored.shape[0], _num_bytes(stored) // stored.shape[0]
+    count, row_bytes = stored.num_rows, _num_bytes(stored) // stored.num_rows
     step = max(_MEAN_BYTES // row_bytes, 1)
     total = np.zeros(stored.shape[1:])
     for start in range(0, count, step):
-        total += rows.read(name, start, min(start + step, count)).double().numpy().sum(axis=0)
+        total += read(name, start, min(start + step, count)).double().numpy().sum(axis=0)
     return np.asarray(total / count)
 
 

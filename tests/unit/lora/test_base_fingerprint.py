@@ -20,7 +20,7 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> str:
 @pytest.fixture
 def tensors() -> dict[str, Tensor]:
     torch.manual_seed(0)
-    shapes = {"a": (40, 6), "b": (3, 4, 6), "c": (9,), "d": (1, 2), "e": (0, 3)}
+    shapes = {"a": (40, 6), "b": (3, 4, 6), "c": (9,), "d": (1, 2), "e": (0, 3), "f": ()}
     return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
@@ -44,6 +44,7 @@ def test_any_change_shows(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
         with_value("b", 1, 2, 3),
         with_value("c", 8),
         with_value("d", 0, 1),
+        with_value("f"),
         bf16("c"),
         tensors | {"e": torch.empty(0, 4)},
         tensors | {"d": tensors["d"].view(2, 1)},

@@ -51,8 +51,8 @@ def test_it_grows_for_a_tokenizer_with_more_ids(checkpoint, tiny_tokenizer, run_
     trainer = make_trainer(config)
     trainer.close()
     embedding = trainer.grad_sync.masters[EMBEDDING]
-    rows = open_model(checkpoint).rows()
-    stored = rows.read(EMBEDDING, 0, 64)
+    with open_model(checkpoint).open_rows() as read:
+        stored = read(EMBEDDING, 0, 64)
     assert embedding.shape == (384, 16)
     assert torch.equal(embedding[:64], stored)
     assert torch.equal(embedding[64:], stored.double().mean(0).float().expand(320, -1))
@@ -124,4 +124,5 @@ def test_weights_can_be_read_for_parameters_in_any_dtype(checkpoint):
     assert {stored.dtype for stored in files.tensors.values()} == {"F32"}
     parameters = {name: torch.empty(shape, dtype=torch.float64) for name, shape in shapes.items()}
     load_weights(checkpoint, parameters, tied={}, show_progress=False, open_files=open_model)
-    assert torch.equal(parameters[EMBEDDING].float(), files.rows().read(EMBEDDING, 0, 64))
+    with files.open_rows() as read:
+        assert torch.equal(parameters[EMBEDDING].float(), read(EMBEDDING, 0, 64))
