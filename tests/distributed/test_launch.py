@@ -138,9 +138,11 @@ def test_workers_get_their_environment_and_each_logs_to_its_file(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     attempt = run("""
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "PYTHONSAFEPATH")
-        logging.getLogger("trainer.test").info("env " + " ".join(os.environ[name] for name in names))
+        values = [*(os.environ[name] for name in names), os.environ["HF_HUB_OFFLINE"]]
+        logging.getLogger("trainer.test").info("env " + " ".join(values))
         logging.getLogger("elsewhere").info("other libraries are only heard from warning on")
         os.write(1, f"native {rank}\\n".encode())
     """)
@@ -148,8 +150,8 @@ def test_workers_get_their_environment_and_each_logs_to_its_file(
     latest = attempt.dir / "logs" / "latest"
     assert latest.resolve() == (attempt.dir / "logs" / "attempt_0").resolve()
     logs = [(latest / f"rank_{rank}.log").read_text() for rank in (0, 1)]
-    assert f"rank 0 INFO trainer.test: env 0 0 2 localhost {threads} 1\n" in logs[0]
-    assert f"rank 1 INFO trainer.test: env 1 1 2 localhost {threads} 1\n" in logs[1]
+    assert f"rank 0 INFO trainer.test: env 0 0 2 localhost {threads} 1 1\n" in logs[0]
+    assert f"rank 1 INFO trainer.test: env 1 1 2 localhost {threads} 1 1\n" in logs[1]
     assert "native 1" in logs[1]
     assert "other libraries" not in logs[0] + logs[1]
     console = capfd.readouterr().out

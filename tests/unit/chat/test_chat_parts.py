@@ -6,7 +6,7 @@ import os
 import pickle
 import random
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +310,45 @@ class TestNames:
         assert message.startswith(
             "there is no file or folder some/chats here, and the Hugging Face hub does not give the dataset "
             "some/chats (easy, test): Couldn't reach 'some/chats' on the Hub (OfflineModeIsEnabled). Without network, "
+        )
+
+    def test_the_cache_gives_what_the_hub_gave(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+        """As in the workers of a run, which do not ask the hub. Where its choice among the subsets cannot be seen in
+        the cache, the launcher says so."""
+        import datasets
+        import datasets.config
+        import huggingface_hub.constants
+
+        class OfTheHub(datasets.GeneratorBasedBuilder):
+            def _info(self) -> datasets.DatasetInfo:
+                return datasets.DatasetInfo()
+
+            def _split_generators(self, dl_manager: Any) -> list[datasets.SplitGenerator]:
+                return [datasets.SplitGenerator(name="train", gen_kwargs={})]
+
+            def _generate_examples(self) -> Iterator[tuple[int, dict[str, Any]]]:
+                yield from enumerate(chats(3))
+
+        def of_the_hub(name: str, subset: str | None, *, split: str) -> Any:
+            builder = OfTheHub(repo_id=name, dataset_name="chats", config_name=subset or "all", hash="abc")
+            builder.download_and_prepare()
+            return builder.as_dataset(split)
+
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        load_dataset = datasets.load_dataset
+        found = []
+        for offline in (False, True):
+            monkeypatch.setattr(datasets, "load_dataset", load_dataset if offline else of_the_hub)
+            monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+            monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", offline)
+            found.append(open_one("some/chats"))
+        assert found[1].key == found[0].key and found[1].num_rows == 3
+
+        monkeypatch.setattr(datasets, "load_dataset", of_the_hub)
+        assert open_one("some/chats", subsets=["easy"]).num_rows == 3
+        assert fault("some/chats") == (
+            "the cache of datasets holds some/chats with the subsets all, easy: say which to take, that of the hub's "
+            'choice is subsets = ["all"]'
         )
 
     def test_an_id_of_the_hub(self, monkeypatch: pytest.MonkeyPatch):

@@ -91,7 +91,7 @@ def open_hub(part: ChatPart) -> DatasetPart:
     """A dataset of the hub, downloaded where its cache does not have it. Code in it never runs.
 
     Raises:
-        ChatError: the hub or its cache does not give it.
+        ChatError: the hub or its cache does not give it, or the cache alone would not say which subset is meant.
     """
     from datasets import load_dataset
 
@@ -105,7 +105,25 @@ def open_hub(part: ChatPart) -> DatasetPart:
             f"{_cause(error)}. Without network, download it where there is one and copy the hub's cache (HF_HOME), or "
             "give a .jsonl or .parquet file"
         ) from error
+    if part.subset is None:
+        _check_only_subset(part.name, dataset)
     return DatasetPart(name, dataset, {})
+
+
+def _check_only_subset(name: str, dataset: "Dataset") -> None:
+    """The workers of a run have the cache only, and there no subset is the default.
+
+    Raises:
+        ChatError: the cache holds others.
+    """
+    for file in dataset.cache_files[:1]:
+        *_, own, version, revision, _ = Path(file["filename"]).parts  # of <cache>/<dataset>/
+        found = sorted(path.parts[-3] for path in Path(file["filename"]).parents[3].glob(f"*/{version}/{revision}"))
+        if found != [own]:
+            raise ChatError(
+                f"the cache of datasets holds {name} with the subsets {listed(found)}: say which to take, that of the "
+                f'hub\'s choice is subsets = ["{own}"]'
+            )
 
 
 def _cause(error: Exception) -> str:
