@@ -34,6 +34,7 @@ from configs.data import SFTDataConfig
 from configs.renderer import RendererConfig
 from trainer.data.chat.cache import pool
 from trainer.data.chat.cache.cache import SampleCache, open_or_build
+from trainer.data.chat.cache.tokenise import Work
 from trainer.data.chat.encode.encoder import Encoder
 from trainer.data.chat.read.conversation import LossRules, read_conversation
 from trainer.data.chat.read.parts import open_parts
@@ -146,10 +147,7 @@ def cache_rate(chats: Path, tokenizer: "PreTrainedTokenizerBase", cache_dir: Pat
     times: list[tuple[int, float]] = []
     start, before = time.perf_counter(), cpu_seconds()
     cache = open_or_build(
-        part,
-        tokenizer=tokenizer,
-        renderer_config=RendererConfig(),
-        rules=LossRules.of(config),
+        Work(part=part, tokenizer=tokenizer, renderer=RendererConfig(), rules=LossRules.of(config), key="data"),
         cache_dir=cache_dir,
         workers=workers,
         track=lambda what, done, total: times.append((done, time.perf_counter())),
@@ -157,7 +155,7 @@ def cache_rate(chats: Path, tokenizer: "PreTrainedTokenizerBase", cache_dir: Pat
     end = time.perf_counter()
     rows, begin = times[workers]  # 0 comes first
     return {
-        "tokens": cache.counts.tokens,
+        "tokens": cache.record.tokens,
         "seconds": round(end - start, 2),
         "cpu_seconds": round(cpu_seconds() - before, 2),
         "startup_seconds": round(begin - start, 2),

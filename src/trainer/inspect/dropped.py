@@ -69,5 +69,5 @@ def _of_part(
                     key="data",
                 )
             )
-            (reason,) = tokeniser.tokenise(row, row + 1).dropped
+            ((_, reason),) = tokeniser.tokenise(row, row + 1).dropped
         yield DroppedRow(place=part.part.place(row), reason=reason)

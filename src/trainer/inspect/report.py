@@ -5,8 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from configs.safe_text import one_line
-from trainer.data.chat.cache.record import Drop
-from trainer.data.chat.counts import ChatCounts
+from trainer.data.chat.counts import ChatCounts, reasons
 from trainer.inspect.counts import Counts, Lengths
 from trainer.inspect.dropped import DroppedRow
 from trainer.inspect.findings import Findings
@@ -47,20 +46,14 @@ def _chat_lines(chats: ChatCounts, dropped: int) -> Iterator[str]:
     if chats.not_drawn:
         yield _line("not drawn", f"{chats.not_drawn:,} samples, by data.probabilities")
     cut_off = "" if chats.truncated is None else f", {chats.cut_tokens:,} tokens cut off"
-    yield _line("truncated", f"{_drop_text(chats.truncated, 'samples')}{cut_off}")
+    truncated, split = (drop.text("samples") if drop else "0 samples" for drop in (chats.truncated, chats.split))
+    yield _line("truncated", f"{truncated}{cut_off}")
     left_out = f", {chats.pieces_left_out:,} parts without loss left out" if chats.pieces_left_out else ""
-    yield _line("split", f"{_drop_text(chats.split, 'samples')}{left_out}")
+    yield _line("split", f"{split}{left_out}")
     yield _line("dropped", f"{dropped:,} conversations")
-    for reason, drop in sorted(chats.dropped.items(), key=lambda found: (-found[1].count, found[0])):
-        yield f"    {one_line(_drop_text(drop, reason))}"
+    for reason in reasons(chats.dropped):
+        yield f"    {one_line(reason)}"
     yield _line("control tokens", f"{chats.split_control_tokens:,} spelled by messages, read as ordinary text")
-
-
-def _drop_text(drop: Drop | None, what: str) -> str:
-    """`3 no messages (first: chats.jsonl, line 7)`."""
-    if drop is None:
-        return f"0 {what}"
-    return f"{drop.count:,} {what} ({'first: ' if drop.count > 1 else ''}{drop.first_place})"
 
 
 def _length_lines(counts: Counts, lengths: Lengths) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from trainer.data.chat.cache.record import CacheCounts, Drop
+from trainer.data.chat.cache.record import Drop, Record
 from trainer.data.chat.sample import Sample
 from trainer.data.chat.selection import CachedPart, RowOptions
 from trainer.data.chat.source import ChatSource
@@ -32,24 +32,26 @@ class _MemorySamples:
 
     def __init__(self, name: str, samples: Sequence[Tokens], dropped: dict[str, Drop]) -> None:
         self._samples = [Sample(input_ids=np.array(ids, np.int32), loss=np.array(loss, bool)) for ids, loss in samples]
-        self.num_samples = len(samples)
         self.lengths = np.array([len(ids) for ids, _ in samples], np.int64)
         self.loss_tokens = np.array([sum(loss) for _, loss in samples], np.int64)
         self.rows = 2 * np.arange(len(samples))
-        self.digest = str(hash(tuple((tuple(ids), tuple(loss)) for ids, loss in samples)))
         longest = int(self.lengths.argmax()) if len(samples) else 0
-        self.counts = CacheCounts(
-            rows=len(samples) + sum(drop.count for drop in dropped.values()),
+        tops = [max(ids) for ids, _ in samples]
+        self.record = Record(
+            name=name,
+            num_rows=len(samples) + sum(drop.count for drop in dropped.values()),
             dropped=dropped,
+            num_samples=len(samples),
             split_control_tokens=0,
             tokens=int(self.lengths.sum()),
             loss_tokens=int(self.loss_tokens.sum()),
             longest=int(self.lengths.max(initial=0)),
             longest_place=f"{name}, line {2 * longest + 1}",
+            max_id=max(tops, default=-1),
+            max_id_place=f"{name}, line {2 * int(np.argmax(tops)) + 1}" if tops else "",
+            digest=str(hash(tuple((tuple(ids), tuple(loss)) for ids, loss in samples))),
+            sizes={},
         )
-        tops = [max(ids) for ids, _ in samples]
-        self.max_id = max(tops, default=0)
-        self.max_id_place = f"{name}, line {2 * int(np.argmax(tops)) + 1}" if tops else ""
 
     def read(self, number: int) -> Sample:
         return self._samples[number]

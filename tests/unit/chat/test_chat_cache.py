@@ -90,15 +90,14 @@ def open_cache(
 ) -> SampleCache:
     config = SFTDataConfig(name=str(path), **options)
     (part,) = open_parts(config)
-    return open_or_build(
-        part,
+    work = Work(
+        part=part,
         tokenizer=tokenizer,
-        renderer_config=RendererConfig(template=template),
+        renderer=RendererConfig(template=template),
         rules=LossRules.of(config),
-        cache_dir=cache_dir,
-        workers=workers,
-        track=track,
+        key="data",
     )
+    return open_or_build(work, cache_dir=cache_dir, workers=workers, track=track)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -122,7 +121,7 @@ def test_samples_and_counts(tokenizer: Any, cache_dir: Path, tmp_path: Path) -> 
     told: list[tuple[str, int, int]] = []
     path = write(tmp_path / "chats.jsonl", rows)
     cache = open_cache(path, tokenizer, cache_dir, track=lambda *now: told.append(now))
-    assert cache.num_samples == 3
+    assert cache.record.num_samples == 3
     assert cache.rows.tolist() == [0, 2, 5]
     for number, row in enumerate(cache.rows.tolist()):
         sample = cache.read(number)
@@ -137,14 +136,14 @@ def test_samples_and_counts(tokenizer: Any, cache_dir: Path, tmp_path: Path) -> 
     assert tokenizer.decode(spelled.input_ids) == tokenizer.apply_chat_template(rows[2]["messages"], tokenize=False)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert np.count_nonzero(spelled.input_ids == end) == 2
-    counts = cache.counts
-    assert counts.rows == 6
+    counts = cache.record
+    assert counts.num_rows == 6
     assert [drop.count for drop in counts.dropped.values()] == [2, 1]
     assert [drop.first_place for drop in counts.dropped.values()] == [f"{path}, line 2", f"{path}, line 5"]
     assert counts.split_control_tokens == 2
     assert (counts.tokens, counts.loss_tokens) == (cache.lengths.sum(), cache.loss_tokens.sum())
     assert (counts.longest, counts.longest_place) == (cache.lengths[2], f"{path}, line 6")
-    assert (cache.max_id, cache.max_id_place) == (end, f"{path}, line 1")
+    assert (cache.record.max_id, cache.record.max_id_place) == (end, f"{path}, line 1")
     assert told == [(f"tokenising {path}", 0, 6), (f"tokenising {path}", 6, 6)]
 
 
@@ -159,7 +158,7 @@ def test_the_cache_is_found_again_and_nothing_is_copied(tokenizer: Any, cache_di
     path = write(tmp_path / "chats.jsonl", chats(20))
     first = open_cache(path, tokenizer, cache_dir)
     second = open_cache(path, tokenizer, cache_dir, track=never)
-    assert first.digest == second.digest
+    assert first.record.digest == second.record.digest
     assert len(found(cache_dir)) == 1
     sample = second.read(7)
     for array in (sample.input_ids, sample.loss, second.lengths, second.loss_tokens, second.rows):
@@ -175,7 +174,7 @@ def test_samples_of_several_record_batches(
     monkeypatch.setattr(tokenise_pool, "_ROWS", 3)
     parts = open_cache(path, tokenizer, cache_dir / "parts")
     assert len(parts._batches) > 5
-    assert parts.digest == whole.digest
+    assert parts.record.digest == whole.record.digest
     for number in range(30):
         one, other = whole.read(number), parts.read(number)
         assert one.input_ids.tolist() == other.input_ids.tolist()
@@ -203,11 +202,11 @@ def test_what_changes_the_tokens_changes_the_cache(
     ]
     caches = [open_cache(path, one, cache_dir, **options) for one, options in variants]
     assert len(found(cache_dir)) == 5
-    assert len({cache.digest for cache in caches}) == 5
+    assert len({cache.record.digest for cache in caches}) == 5
     for cache, (one, options) in zip(caches, variants, strict=True):
-        assert open_cache(path, one, cache_dir, track=never, **options).digest == cache.digest
+        assert open_cache(path, one, cache_dir, track=never, **options).record.digest == cache.record.digest
     write(path, chats(4))
-    assert open_cache(path, tokenizer, cache_dir).num_samples == 4
+    assert open_cache(path, tokenizer, cache_dir).record.num_samples == 4
     assert len(found(cache_dir)) == 6
 
 
@@ -221,9 +220,9 @@ def test_nothing_left_to_train_on_is_a_cache_too(tokenizer: Any, cache_dir: Path
     path = write(tmp_path / "chats.jsonl", [{"messages": []}] * 3)
     for track in (untracked, never):
         cache = open_cache(path, tokenizer, cache_dir, track=track)
-        assert (cache.num_samples, cache.max_id, cache.max_id_place) == (0, -1, "")
-        assert (cache.counts.tokens, cache.counts.longest, cache.counts.longest_place) == (0, 0, "")
-        assert list(cache.counts.dropped.values()) == [Drop(count=3, first_place=f"{path}, line 1")]
+        assert (cache.record.num_samples, cache.record.max_id, cache.record.max_id_place) == (0, -1, "")
+        assert (cache.record.tokens, cache.record.longest, cache.record.longest_place) == (0, 0, "")
+        assert list(cache.record.dropped.values()) == [Drop(count=3, first_place=f"{path}, line 1")]
         assert cache.lengths.tolist() == []
 
 
@@ -365,7 +364,7 @@ def test_a_damaged_cache_is_made_anew_and_that_is_said(
         after = open_cache(path, tokenizer, cache_dir)
     (message,) = [record.message for record in caplog.records]
     assert f"{folder} are damaged and are made anew" in message
-    assert after.digest == before.digest
+    assert after.record.digest == before.record.digest
     assert found(cache_dir) == [folder]
     assert files_of(folder) == files
 
@@ -385,7 +384,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tokenizer: Any, cache_dir: Path,
         "give another folder as data.cache_dir"
     )
     assert found(cache_dir) == []
-    assert open_cache(path, tokenizer, cache_dir).num_samples == 60
+    assert open_cache(path, tokenizer, cache_dir).record.num_samples == 60
 
 
 def test_a_folder_that_cannot_be_written_is_a_fault_of_the_config(tokenizer: Any, tmp_path: Path) -> None:
@@ -421,7 +420,7 @@ def test_without_locks_all_do_the_work_and_one_result_stays(
 
     monkeypatch.setattr(cache_module, "_build", build)
     caches = in_threads(3, lambda: open_cache(path, tokenizer, cache_dir))
-    assert len({cache.digest for cache in caches}) == 1
+    assert len({cache.record.digest for cache in caches}) == 1
     assert len(found(cache_dir)) == 1
 
 
@@ -437,7 +436,7 @@ def test_a_crowd_makes_one_cache(tokenizer: Any, cache_dir: Path, tmp_path: Path
 
     caches = in_threads(6, work)
     assert begun == [0, 30]
-    assert len({cache.digest for cache in caches}) == 1
+    assert len({cache.record.digest for cache in caches}) == 1
     assert len(found(cache_dir)) == 1
 
 
@@ -459,7 +458,7 @@ def test_who_comes_while_another_is_at_it_waits(
     monkeypatch.setattr(cache_module.log, "info", lambda *said: waits.set())
     second = open_cache(path, tokenizer, cache_dir, track=never)
     first.join(_LIMIT)
-    assert second.digest == results[0].digest
+    assert second.record.digest == results[0].record.digest
     assert len(found(cache_dir)) == 1
 
 
@@ -491,6 +490,7 @@ from configs.data import SFTDataConfig
 from configs.renderer import RendererConfig
 from trainer.data.chat.cache import pool as tokenise_pool
 from trainer.data.chat.cache.cache import open_or_build
+from trainer.data.chat.cache.tokenise import Work
 from trainer.data.chat.read.conversation import LossRules
 from trainer.data.chat.read.parts import open_parts
 
@@ -512,9 +512,9 @@ def track(what, done, total):
 
 print("ready", flush=True)
 sys.stdin.readline()
-cache = open_or_build(part, tokenizer=tokenizer, renderer_config=RendererConfig(), rules=LossRules.of(config),
-                      cache_dir=Path(cache_dir), workers=int(workers), track=track)
-print(cache.digest, flush=True)
+work = Work(part=part, tokenizer=tokenizer, renderer=RendererConfig(), rules=LossRules.of(config), key="data")
+cache = open_or_build(work, cache_dir=Path(cache_dir), workers=int(workers), track=track)
+print(cache.record.digest, flush=True)
 """
 
 
@@ -556,7 +556,7 @@ def test_who_is_ended_leaves_no_half_cache_and_no_process(
     hidden = [entry.name for entry in cache_dir.iterdir() if entry.is_dir()]
     assert len(hidden) == (1 if number == signal.SIGKILL else 0)
     assert all(name.startswith(".") for name in hidden)
-    assert open_cache(path, tokenizer, cache_dir).num_samples == 60
+    assert open_cache(path, tokenizer, cache_dir).record.num_samples == 60
     assert len(found(cache_dir)) == 1
 
 
@@ -575,5 +575,7 @@ def test_several_processes_make_one_cache(
     assert [process.returncode for process in processes] == [0, 0], answers
     lines = [line for out, _ in answers for line in out.splitlines()]
     assert lines.count("begins") == 1
-    assert {line for line in lines if line != "begins"} == {open_cache(path, tokenizer, cache_dir, track=never).digest}
+    assert {line for line in lines if line != "begins"} == {
+        open_cache(path, tokenizer, cache_dir, track=never).record.digest
+    }
     assert len(found(cache_dir)) == 1

@@ -11,12 +11,6 @@ from configs.errors import ConfigError
 from trainer.data.chat.mixture import mix
 
 
-def test_without_probabilities_every_sample_once_in_order():
-    mixed = mix([2, 0, 3], probabilities=None, stopping_strategy="all_exhausted", seed=0)
-    assert mixed.dtype == np.int64 and mixed.tolist() == [[0, 0], [0, 1], [2, 0], [2, 1], [2, 2]]
-    assert mix([], probabilities=None, stopping_strategy="all_exhausted", seed=0).shape == (0, 2)
-
-
 def interleaved(parts: list[int], sizes: list[int], stopping_strategy: str) -> list[list[int]]:
     """The rule one draw at a time: the samples that these draws give, up to the end of the epoch."""
     counts = [0] * len(sizes)

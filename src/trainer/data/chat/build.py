@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from configs.data import ChatConfig, SFTDataConfig
+from configs.data import SFTDataConfig
 from configs.renderer import RendererConfig
 from configs.sft import SFTConfig
 from configs.validation import ValChatConfig
 from trainer.data.chat.cache.cache import open_or_build
+from trainer.data.chat.cache.tokenise import Work
 from trainer.data.chat.read.conversation import LossRules
 from trainer.data.chat.read.parts import open_parts
 from trainer.data.chat.selection import CachedPart, RowOptions
@@ -51,17 +52,16 @@ def build_chats(config: SFTDataConfig, tools: ChatTools, *, vocab_size: int) -> 
     Raises:
         ConfigError: the data is missing, malformed or holds nothing to train on, or its template cannot be used.
     """
-    options = RowOptions(
-        seq_len=config.seq_len,
-        packing=config.packing,
-        overflow=config.overflow,
+    return _build(
+        config,
+        tools,
+        vocab_size,
+        key="data",
         seed=config.seed,
         shuffle=config.shuffle,
         probabilities=config.probabilities,
         stopping_strategy=config.stopping_strategy,
-        padding_id=_padding_id(tools.tokenizer, vocab_size),
     )
-    return ChatSource(_open(config, tools, "data"), options, vocab_size=vocab_size, key="data")
 
 
 def build_val_chats(config: ValChatConfig, tools: ChatTools, *, vocab_size: int) -> ChatSource:
@@ -70,41 +70,36 @@ def build_val_chats(config: ValChatConfig, tools: ChatTools, *, vocab_size: int)
     Raises:
         ConfigError: as for `build_chats`, about the keys of val.data.
     """
-    options = RowOptions(
-        seq_len=config.seq_len,
-        packing=config.packing,
-        overflow=config.overflow,
+    return _build(
+        config,
+        tools,
+        vocab_size,
+        key="val.data",
         seed=0,
         shuffle=False,
         probabilities=None,
         stopping_strategy="all_exhausted",
-        padding_id=_padding_id(tools.tokenizer, vocab_size),
     )
-    return ChatSource(_open(config, tools, "val.data"), options, vocab_size=vocab_size, key="val.data")
 
 
-def _open(config: ChatConfig, tools: ChatTools, key: str) -> list[CachedPart]:
-    """The parts of a table, tokenised."""
-    rules = LossRules.of(config)
-    return [
-        CachedPart(
-            part=part,
-            samples=open_or_build(
-                part,
-                tokenizer=tools.tokenizer,
-                renderer_config=tools.renderer,
-                rules=rules,
-                cache_dir=config.cache_dir or tools.cache_dir,
-                workers=config.cache_workers,
-                track=tools.track,
-                key=key,
-            ),
-        )
-        for part in open_parts(config)
-    ]
-
-
-def _padding_id(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> int:
-    """Any token would do: padding carries no loss and is attended by nothing else."""
+def _build(
+    config: SFTDataConfig | ValChatConfig, tools: ChatTools, vocab_size: int, *, key: str, **order: Any
+) -> ChatSource:
+    """Args:
+    order: the rest of RowOptions.
+    """
+    tokenizer = tools.tokenizer
+    # Any token would do: padding carries no loss and is attended by nothing else.
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    return next((id_ for id_ in known if isinstance(id_, int) and id_ < vocab_size), 0)
+    padding_id = next((id_ for id_ in known if isinstance(id_, int) and id_ < vocab_size), 0)
+    parts = []
+    for part in open_parts(config):
+        work = Work(part=part, tokenizer=tokenizer, renderer=tools.renderer, rules=LossRules.of(config), key=key)
+        samples = open_or_build(
+            work, cache_dir=config.cache_dir or tools.cache_dir, workers=config.cache_workers, track=tools.track
+        )
+        parts.append(CachedPart(part=part, samples=samples))
+    options = RowOptions(
+        seq_len=config.seq_len, packing=config.packing, overflow=config.overflow, padding_id=padding_id, **order
+    )
+    return ChatSource(parts, options, vocab_size=vocab_size, key=key)

@@ -1,7 +1,7 @@
 """What conversations hold, what of it an epoch reads, and what is left out and why: none of it is lost silently."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.data.chat.cache.record import Drop
 
@@ -69,7 +69,7 @@ class ChatCounts:
             left_out = f", {self.pieces_left_out:,} pieces without loss left out ({self.cut_tokens:,} tokens)"
             phrases.append(f"{self._long(self.split)} split{left_out * (self.pieces_left_out > 0)}")
         if self.dropped:
-            phrases.append(f"left out: {reasons_text(self.dropped)}")
+            phrases.append(f"left out: {', '.join(reasons(self.dropped))}")
         if self.not_drawn:
             phrases.append(f"{self.not_drawn:,} samples not drawn by the mixture")
         if self.split_control_tokens:
@@ -77,7 +77,7 @@ class ChatCounts:
         return "; ".join(phrases)
 
     def _long(self, drop: Drop) -> str:
-        return f"{drop.count:,} ({drop.count / self.rows:.1%}, {_place(drop)})"
+        return f"{drop.count:,} ({drop.count / self.rows:.1%}, {drop.where})"
 
 
 def merge_drops(all_drops: Iterable[Mapping[str, Drop]]) -> dict[str, Drop]:
@@ -86,17 +86,11 @@ def merge_drops(all_drops: Iterable[Mapping[str, Drop]]) -> dict[str, Drop]:
     for drops in all_drops:
         for reason, drop in drops.items():
             before = merged.get(reason)
-            count = drop.count + (0 if before is None else before.count)
-            first_place = drop.first_place if before is None else before.first_place
-            merged[reason] = Drop(count=count, first_place=first_place)
+            merged[reason] = drop if before is None else replace(before, count=before.count + drop.count)
     return merged
 
 
-def reasons_text(drops: Mapping[str, Drop]) -> str:
-    """`3 no messages (first: a.jsonl, line 4), 1 empty answer (a.jsonl, line 9)`, the most frequent first."""
+def reasons(drops: Mapping[str, Drop]) -> list[str]:
+    """`3 no messages (first: a.jsonl, line 4)`, `1 empty answer (a.jsonl, line 9)`, the most frequent first."""
     ordered = sorted(drops.items(), key=lambda item: (-item[1].count, item[0]))
-    return ", ".join(f"{drop.count:,} {reason} ({_place(drop)})" for reason, drop in ordered)
-
-
-def _place(drop: Drop) -> str:
-    return f"first: {drop.first_place}" if drop.count > 1 else drop.first_place
+    return [drop.text(reason) for reason, drop in ordered]

@@ -1,9 +1,9 @@
-"""The samples of an epoch, from the samples of the parts.
+"""The samples of an epoch, drawn from those of the parts by `data.probabilities`.
 
-Without probabilities: every sample of every part once, part after part. With them: part after part is drawn, each draw
-for itself with the given probabilities, and gives its next sample, starting over after its last. The epoch ends with
-the draw by which the first part (`first_exhausted`), or by which every part (`all_exhausted`), has given as many
-samples as it has. This is the rule of `datasets.interleave_datasets`; the draws are other ones.
+Part after part is drawn, each draw for itself with the given probabilities, and gives its next sample, starting over
+after its last. The epoch ends with the draw by which the first part (`first_exhausted`), or by which every part
+(`all_exhausted`), has given as many samples as it has. This is the rule of `datasets.interleave_datasets`; the draws
+are other ones.
 
 So under `first_exhausted` no sample comes twice and the first part to end is there in full; under `all_exhausted`
 every sample comes at least once, and the samples of a part come equally often, give or take one.
@@ -25,7 +25,7 @@ _LONGEST = 1 << 30
 def mix(
     sizes: Sequence[int],
     *,
-    probabilities: Sequence[float] | None,
+    probabilities: Sequence[float],
     stopping_strategy: Literal["first_exhausted", "all_exhausted"],
     seed: int,
 ) -> np.ndarray:
@@ -33,7 +33,7 @@ def mix(
 
     Args:
         sizes: samples per part.
-        probabilities: share of each part, positive, summing to 1; None takes every sample once.
+        probabilities: share of each part, positive, summing to 1.
         seed: the draws depend on it alone.
 
     Returns:
@@ -42,10 +42,6 @@ def mix(
     Raises:
         ConfigError: a part to draw from has no sample, or an epoch would never end.
     """
-    if probabilities is None:
-        parts = np.repeat(np.arange(len(sizes)), sizes)
-        samples = [np.arange(size) for size in sizes]
-        return np.stack([parts, np.concatenate([*samples, np.empty(0, np.int64)])], axis=1).astype(np.int64)
     _check(sizes, probabilities, stopping_strategy)
     parts, places = _draw(np.asarray(sizes), np.asarray(probabilities, np.float64), stopping_strategy, seed)
     mixed = np.empty((len(parts), 2), np.int64)

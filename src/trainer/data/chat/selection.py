@@ -1,15 +1,15 @@
 """From the samples of all parts to the pieces of an epoch: cut to the length of a row, mixed, counted."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from configs.errors import ConfigError
 from trainer.data.chat.cache.cache import SampleCache
 from trainer.data.chat.cache.record import Drop
-from trainer.data.chat.counts import ChatCounts, merge_drops, reasons_text
+from trainer.data.chat.counts import ChatCounts, merge_drops, reasons
 from trainer.data.chat.mixture import mix
 from trainer.data.chat.overflow import Cut, Overflow, cut
 from trainer.data.chat.plan import Packing, RowPlan
@@ -22,6 +22,10 @@ class CachedPart:
 
     part: Part
     samples: SampleCache
+
+    def place(self, sample: int) -> str:
+        """Where a sample comes from, for messages."""
+        return self.part.place(int(self.samples.rows[sample]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +45,10 @@ class RowOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The pieces of an epoch, in the order of the mixture, and the plan of their rows."""
+    """What an epoch reads."""
 
-    samples: np.ndarray
-    """(n,) int32 (int64 from 2^31 samples on): sample of each piece, numbered through all parts."""
-
-    starts: np.ndarray
-    """(n,) int32: its first token."""
-
-    lengths: np.ndarray
-    """(n,) int32: its tokens."""
+    pieces: np.ndarray
+    """(n,) overflow.PIECE in the order of the mixture; samples are numbered through all parts."""
 
     plan: RowPlan
     counts: ChatCounts
@@ -69,106 +67,60 @@ def select(parts: Sequence[CachedPart], options: RowOptions, *, key: str) -> Sel
     cuts = [cut(part.samples, seq_len=options.seq_len, overflow=options.overflow) for part in parts]
     if options.overflow == "error":
         _refuse_long(parts, cuts, options.seq_len, key)
-    dropped = _dropped(parts, cuts, options)
-    if not any(len(found.pieces.samples) for found in cuts):
-        num_rows = sum(part.samples.counts.rows for part in parts)
-        why = reasons_text(dropped) if dropped else "there are none"
+    records = [part.samples.record for part in parts]
+    num_rows = sum(record.num_rows for record in records)
+    dropped = merge_drops(record.dropped for record in records)
+    lost = _as_drop(parts, (found.lost for found in cuts))
+    if lost is not None:
+        dropped[lost_reason(options.overflow, options.seq_len)] = lost
+    pieces = np.concatenate([found.pieces for found in cuts])
+    if not len(pieces):
+        why = ", ".join(reasons(dropped)) or "there are none"
         raise ConfigError.one(f"{key}.name", f"0 supervised tokens in {num_rows:,} conversations: {why}")
-    sizes = [part.samples.num_samples for part in parts]
-    drawn = _draw(cuts, options)
-    samples = np.concatenate([found.pieces.samples + start for found, start in zip(cuts, offsets(sizes), strict=False)])
-    losses = np.concatenate([found.pieces.loss_tokens for found in cuts])
-    lengths = np.concatenate([found.pieces.lengths for found in cuts])[drawn.pieces]
+    loss_tokens = np.concatenate([found.loss_tokens for found in cuts])
+    starts = offsets([record.num_samples for record in records])
+    pieces["sample"] += np.repeat(starts[:-1], [len(found.pieces) for found in cuts]).astype(np.uint32)
+    sizes = [record.num_samples - len(found.lost) for record, found in zip(records, cuts, strict=True)]
+    num_samples, not_drawn = sum(sizes), 0
+    if options.probabilities is not None:
+        mixed = mix(
+            sizes,
+            probabilities=options.probabilities,
+            stopping_strategy=options.stopping_strategy,
+            seed=options.seed,
+        )
+        drawn = offsets(sizes)[mixed[:, 0]] + mixed[:, 1]
+        num_samples, not_drawn = len(drawn), num_samples - len(np.unique(drawn))
+        order = _pieces_of(drawn, pieces)
+        pieces, loss_tokens = pieces[order], loss_tokens[order]
     plan = RowPlan(
-        lengths, seq_len=options.seq_len, packing=options.packing, seed=options.seed, shuffle=options.shuffle
+        pieces["length"], seq_len=options.seq_len, packing=options.packing, seed=options.seed, shuffle=options.shuffle
     )
-    tokens = int(lengths.sum(dtype=np.int64))
+    tokens = int(pieces["length"].sum(dtype=np.int64))
+    kept_long = _as_drop(parts, (found.kept_long for found in cuts))
+    longest = max(records, key=lambda record: record.longest)
     counts = ChatCounts(
-        rows=sum(part.samples.counts.rows for part in parts),
+        rows=num_rows,
         dropped=dropped,
-        samples=drawn.num_samples,
-        not_drawn=drawn.num_left_out,
+        samples=num_samples,
+        not_drawn=not_drawn,
         tokens=tokens,
-        loss_tokens=int(losses[drawn.pieces].sum(dtype=np.int64)),
+        loss_tokens=int(loss_tokens.sum()),
         padding_tokens=plan.num_rows * options.seq_len - tokens,
-        truncated=_cut_samples(parts, cuts) if options.overflow == "truncate" else None,
-        split=_cut_samples(parts, cuts) if options.overflow == "split" else None,
+        truncated=kept_long if options.overflow == "truncate" else None,
+        split=kept_long if options.overflow == "split" else None,
         pieces_left_out=sum(found.num_left_out for found in cuts),
         cut_tokens=sum(found.cut_tokens for found in cuts),
-        split_control_tokens=sum(part.samples.counts.split_control_tokens for part in parts),
-        **_longest(parts),
+        split_control_tokens=sum(record.split_control_tokens for record in records),
+        longest=longest.longest,
+        longest_place=longest.longest_place,
     )
-    return Selection(
-        samples=samples.astype(np.int32 if sum(sizes) < 1 << 31 else np.int64)[drawn.pieces],
-        starts=np.concatenate([found.pieces.starts for found in cuts])[drawn.pieces],
-        lengths=lengths,
-        plan=plan,
-        counts=counts,
-    )
+    return Selection(pieces=pieces, plan=plan, counts=counts)
 
 
 def offsets(sizes: Sequence[int]) -> np.ndarray:
     """(parts + 1,) int64: samples are numbered through all parts; those of part p begin at offset p."""
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Drawn:
-    pieces: np.ndarray | slice
-    """Of the pieces of all parts, one after the other, those of an epoch."""
-
-    num_samples: int
-    num_left_out: int
-
-
-def _draw(cuts: list[Cut], options: RowOptions) -> _Drawn:
-    """The mixture: it draws samples that have something to train on, and a sample brings all its pieces."""
-    if options.probabilities is None:
-        return _Drawn(pieces=slice(None), num_samples=sum(found.num_kept for found in cuts), num_left_out=0)
-    firsts, counts = [], []
-    begin = 0
-    for found in cuts:
-        _, first, count = np.unique(found.pieces.samples, return_index=True, return_counts=True)
-        firsts.append(first + begin)
-        counts.append(count)
-        begin += len(found.pieces.samples)
-    sizes = [len(first) for first in firsts]
-    mixed = mix(
-        sizes,
-        probabilities=options.probabilities,
-        stopping_strategy=options.stopping_strategy,
-        seed=options.seed,
-    )
-    drawn = offsets(sizes)[mixed[:, 0]] + mixed[:, 1]
-    first, count = np.concatenate(firsts)[drawn], np.concatenate(counts)[drawn]
-    stops = np.cumsum(count)
-    return _Drawn(
-        pieces=np.arange(stops[-1]) + np.repeat(first - (stops - count), count),
-        num_samples=len(drawn),
-        num_left_out=sum(sizes) - len(np.unique(drawn)),
-    )
-
-
-def _refuse_long(parts: Sequence[CachedPart], cuts: list[Cut], seq_len: int, key: str) -> None:
-    for part, found in zip(parts, cuts, strict=True):
-        if len(found.too_long):
-            first = int(found.too_long[0])
-            number = sum(len(found.too_long) for found in cuts)
-            raise ConfigError.one(
-                f"{key}.overflow",
-                f'"error": {_place(part, first)} has {int(part.samples.lengths[first]):,} tokens, more than seq_len = '
-                f"{seq_len}, as have {number:,} conversations in all; raise {key}.seq_len or choose another overflow",
-            )
-
-
-def _dropped(parts: Sequence[CachedPart], cuts: list[Cut], options: RowOptions) -> dict[str, Drop]:
-    """Conversations that give nothing, by reason: those of the caches, and those that do not fit into a row."""
-    drops = [part.samples.counts.dropped for part in parts]
-    reason = lost_reason(options.overflow, options.seq_len)
-    for part, found in zip(parts, cuts, strict=True):
-        if len(found.lost):
-            drops.append({reason: _drop(part, found.lost)})
-    return merge_drops(drops)
+    return np.cumsum([0, *sizes], dtype=np.int64)
 
 
 def lost_reason(overflow: Overflow, seq_len: int) -> str:
@@ -178,20 +130,30 @@ def lost_reason(overflow: Overflow, seq_len: int) -> str:
     return f"no loss token in the first seq_len = {seq_len} tokens"
 
 
-def _cut_samples(parts: Sequence[CachedPart], cuts: list[Cut]) -> Drop | None:
-    """Samples longer than a row that go on, shorter."""
-    found = [(part, cut.kept_long) for part, cut in zip(parts, cuts, strict=True) if len(cut.kept_long)]
-    return merge_drops({"": _drop(part, numbers)} for part, numbers in found).get("")
+def _pieces_of(drawn: np.ndarray, pieces: np.ndarray) -> np.ndarray:
+    """The mixture draws samples that have a piece, and a sample brings all of its pieces: their numbers."""
+    _, firsts, counts = np.unique(pieces["sample"], return_index=True, return_counts=True)
+    firsts, counts = firsts[drawn], counts[drawn]
+    stops = np.cumsum(counts)
+    return np.arange(stops[-1]) + np.repeat(firsts - (stops - counts), counts)
 
 
-def _drop(part: CachedPart, numbers: np.ndarray) -> Drop:
-    return Drop(count=len(numbers), first_place=_place(part, int(numbers[0])))
+def _refuse_long(parts: Sequence[CachedPart], cuts: list[Cut], seq_len: int, key: str) -> None:
+    for part, found in zip(parts, cuts, strict=True):
+        if len(found.too_long):
+            first = int(found.too_long[0])
+            number = sum(len(found.too_long) for found in cuts)
+            raise ConfigError.one(
+                f"{key}.overflow",
+                f'"error": {part.place(first)} has {int(part.samples.lengths[first]):,} tokens, more than seq_len = '
+                f"{seq_len}, as have {number:,} conversations in all; raise {key}.seq_len or choose another overflow",
+            )
 
 
-def _place(part: CachedPart, number: int) -> str:
-    return part.part.place(int(part.samples.rows[number]))
-
-
-def _longest(parts: Sequence[CachedPart]) -> dict[str, Any]:
-    counts = max((part.samples.counts for part in parts), key=lambda counts: counts.longest)
-    return {"longest": counts.longest, "longest_place": counts.longest_place}
+def _as_drop(parts: Sequence[CachedPart], samples: Iterable[np.ndarray]) -> Drop | None:
+    """Samples of each part as one count; None where there are none."""
+    found = [(part, numbers) for part, numbers in zip(parts, samples, strict=True) if len(numbers)]
+    if not found:
+        return None
+    part, numbers = found[0]
+    return Drop(count=sum(len(numbers) for _, numbers in found), first_place=part.place(int(numbers[0])))

@@ -12,7 +12,6 @@ import numpy as np
 
 from configs.errors import ConfigError
 from models.batch import IGNORE_INDEX
-from trainer.data.chat.counts import ChatCounts
 from trainer.data.chat.selection import CachedPart, RowOptions, offsets, select
 from trainer.data.row import Rows
 
@@ -54,51 +53,32 @@ class ChatSource:
             ConfigError: nothing is left to train on, a sample is longer than a row under "error", or holds an id that
                 the model has no embedding for.
         """
-        self._parts = list(parts)
+        _check_ids(parts, vocab_size, key)
+        self.parts = parts
+        self.seq_len = options.seq_len
         self._options = options
-        _check_ids(self._parts, vocab_size, key)
-        self._offsets = offsets([part.samples.num_samples for part in self._parts])
-        selected = select(self._parts, options, key=key)
-        self._samples, self._starts, self._lengths = selected.samples, selected.starts, selected.lengths
-        self._plan = selected.plan
-        self._counts = selected.counts
-        self._full_rows = bool((self._lengths == options.seq_len).all())
-
-    @property
-    def num_rows(self) -> int:
-        return self._plan.num_rows
-
-    @property
-    def seq_len(self) -> int:
-        return self._options.seq_len
-
-    @property
-    def full_rows(self) -> bool:
-        return self._full_rows
-
-    @property
-    def parts(self) -> Sequence[CachedPart]:
-        """In the order of the config."""
-        return self._parts
-
-    @property
-    def counts(self) -> ChatCounts:
+        self._offsets = offsets([part.samples.record.num_samples for part in parts])
+        selection = select(parts, options, key=key)
+        self._pieces = selection.pieces
+        self._plan = selection.plan
+        self.num_rows = selection.plan.num_rows
+        self.full_rows = bool((self._pieces["length"] == options.seq_len).all())
+        self.counts = selection.counts
         """What the data holds and what of it an epoch reads."""
-        return self._counts
 
     @property
     def lengths(self) -> np.ndarray:
         """(n,) int64: tokens of all samples of all parts, before any is cut."""
-        return np.concatenate([np.asarray(part.samples.lengths) for part in self._parts])
+        return np.concatenate([part.samples.lengths for part in self.parts])
 
     @property
     def description(self) -> str:
-        return f"{self.num_rows:,} rows of {self.seq_len} per epoch, {self._counts.text()}"
+        return f"{self.num_rows:,} rows of {self.seq_len} per epoch, {self.counts.text()}"
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         options = self._options
-        shares = options.probabilities or [None] * len(self._parts)
+        shares = options.probabilities or [None] * len(self.parts)
         return {
             "type": "sft",
             "seq_len": options.seq_len,
@@ -110,20 +90,20 @@ class ChatSource:
             "padding_id": options.padding_id,
             # Contents, not file names: a run goes on after its data was moved.
             "parts": {
-                str(number): {"samples": part.samples.digest, "probability": share}
-                for number, (part, share) in enumerate(zip(self._parts, shares, strict=True), start=1)
+                str(number): {"samples": part.samples.record.digest, "probability": share}
+                for number, (part, share) in enumerate(zip(self.parts, shares, strict=True), start=1)
             },
         }
 
     def fill(self, epoch: int, indices: np.ndarray, out: Rows) -> None:
-        pieces, counts = self._plan.pieces(epoch, indices)
-        parts, numbers = self._located(pieces)
-        starts, lengths = self._starts[pieces].tolist(), self._lengths[pieces]
-        found = zip(parts.tolist(), numbers.tolist(), starts, lengths.tolist(), strict=True)
+        numbers, counts = self._plan.pieces(epoch, indices)
+        pieces = self._pieces[numbers]
+        lengths = pieces["length"].astype(np.int64)
+        found = zip(*self._located(pieces), pieces["start"].tolist(), lengths.tolist(), strict=True)
         first = 0
         for row, count in enumerate(counts.tolist()):
             input_ids, labels = out.input_ids[row], out.labels[row]
-            segments = lengths[first : first + count].astype(np.int64)
+            segments = lengths[first : first + count]
             first += count
             end = 0
             for _ in range(count):
@@ -138,7 +118,7 @@ class ChatSource:
 
     def _put(self, part: int, number: int, start: int, input_ids: np.ndarray, labels: np.ndarray) -> None:
         """Write a piece of a sample that begins at token `start` into its part of a row, (length,) each."""
-        sample = self._parts[part].samples.read(number)
+        sample = self.parts[part].samples.read(number)
         stop = start + len(input_ids)
         input_ids[:] = sample.input_ids[start:stop]
         # Only the next piece of a split sample is read for its first token: what truncation cuts off is not trained.
@@ -149,36 +129,31 @@ class ChatSource:
 
     def row_pieces(self, epoch: int, index: int) -> list[RowPiece]:
         """What lies in a row, in order."""
-        pieces, _ = self._plan.pieces(epoch, np.array([index]))
-        parts, numbers = self._located(pieces)
-        found = []
-        for piece, part_number, sample in zip(pieces.tolist(), parts.tolist(), numbers.tolist(), strict=True):
-            part = self._parts[part_number]
-            row = int(part.samples.rows[sample])
-            found.append(
-                RowPiece(
-                    part_number=part_number,
-                    sample=sample,
-                    row=row,
-                    place=part.part.place(row),
-                    start=int(self._starts[piece]),
-                    length=int(self._lengths[piece]),
-                )
+        numbers, _ = self._plan.pieces(epoch, np.array([index]))
+        pieces = self._pieces[numbers]
+        return [
+            RowPiece(
+                part_number=part,
+                sample=sample,
+                row=int(self.parts[part].samples.rows[sample]),
+                place=self.parts[part].place(sample),
+                start=start,
+                length=length,
             )
-        return found
+            for part, sample, (_, start, length) in zip(*self._located(pieces), pieces.tolist(), strict=True)
+        ]
 
-    def _located(self, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _located(self, pieces: np.ndarray) -> tuple[list[int], list[int]]:
         """Part of each piece, and sample in that part."""
-        samples = self._samples[pieces]
-        parts = np.searchsorted(self._offsets, samples, side="right") - 1
-        return parts, samples - self._offsets[parts]
+        parts = np.searchsorted(self._offsets, pieces["sample"], side="right") - 1
+        return parts.tolist(), (pieces["sample"] - self._offsets[parts]).tolist()
 
 
 def _check_ids(parts: Sequence[CachedPart], vocab_size: int, key: str) -> None:
-    for part in parts:
-        if part.samples.max_id >= vocab_size:
+    for record in (part.samples.record for part in parts):
+        if record.max_id >= vocab_size:
             raise ConfigError.one(
                 f"{key}.name",
-                f"{part.samples.max_id_place} has token id {part.samples.max_id}, but the model has only {vocab_size} "
-                "embeddings: the tokenizer is not the model's",
+                f"{record.max_id_place} has token id {record.max_id}, but the model has only {vocab_size} embeddings: "
+                "the tokenizer is not the model's",
             )

@@ -7,16 +7,14 @@ what comes of them does not depend on how many workers there are, nor does the f
 """
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, suppress
-from queue import SimpleQueue
-from typing import Any
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, closing, suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 
 from configs.errors import ConfigError, Fault
 from trainer.data.chat.cache.tokenise import Chunk, Tokeniser, Work
@@ -33,8 +31,8 @@ _ALONE_SECONDS = 2.0
 _AHEAD = 4
 """Chunks per worker that may be done before their turn: what they take in memory has a bound."""
 
-Answer = tuple[str, Any]
-"""("chunk", Chunk), ("faults", list of Fault), ("error", message) or ("bug", stack)."""
+Answer = Chunk | list[Fault] | str
+"""Of a worker; the text is the stack of a bug."""
 
 
 def tokenise_part(tokeniser: Tokeniser, *, workers: int) -> Generator[Chunk]:
@@ -59,117 +57,84 @@ def tokenise_part(tokeniser: Tokeniser, *, workers: int) -> Generator[Chunk]:
         yield tokeniser.tokenise(start, stop)
 
 
+def default_workers() -> int:
+    """One process per core that this one may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def _tokenise_in_workers(work: Work, chunks: Sequence[tuple[int, int]], workers: int) -> Generator[Chunk]:
     """Tokenise chunks, (start, stop) in rows, and give them in their order."""
     workers = min(workers, len(chunks))
-    threads = max(1, len(os.sched_getaffinity(0)) // workers)
+    threads = max(1, default_workers() // workers)
     # Each would encode with as many threads as there are cores.
     env = os.environ | {
         "RAYON_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
         "OMP_NUM_THREADS": "1",
     }
-    deal = _Deal(chunks, ahead=_AHEAD * workers)
-    told = pickle.dumps(work)
-    processes: list[subprocess.Popen[bytes]] = []
-    feeders: list[threading.Thread] = []
+    with ExitStack() as stack:
+        processes = dict(_start(stack, env) for _ in range(workers))
+        for connection in processes:
+            _tell(connection, work)
+        idle, busy = list(processes), dict[Connection, int]()
+        answers: dict[int, Answer] = {}
+        asked = 0
+        for number in range(len(chunks)):
+            while True:
+                while idle and asked < min(len(chunks), number + _AHEAD * workers):
+                    connection = idle.pop()
+                    _tell(connection, chunks[asked])
+                    busy[connection] = asked
+                    asked += 1
+                # Those who are done get more to do before the next chunk is handed on.
+                ready = wait(list(busy), timeout=0 if number in answers else None)
+                for connection in ready:
+                    assert isinstance(connection, Connection)
+                    answers[busy.pop(connection)] = _hear(connection, processes[connection])
+                    idle.append(connection)
+                if number in answers and not ready:
+                    break
+            yield _open(answers.pop(number))
+
+
+def _start(stack: ExitStack, env: dict[str, str]) -> tuple[Connection, subprocess.Popen[bytes]]:
+    """A worker, which is ended with the stack, and the way to it."""
+    ours, theirs = Pipe()
+    stack.enter_context(ours)
+    with theirs:
+        process = subprocess.Popen(
+            (*_COMMAND, str(theirs.fileno())),
+            stdin=subprocess.PIPE,
+            stdout=2,  # what libraries print is none of our output
+            env=env,
+            pass_fds=(theirs.fileno(),),
+        )
+    stack.enter_context(process)
+    stack.callback(process.kill)
+    return ours, process
+
+
+def _tell(connection: Connection, what: object) -> None:
+    # A process that is gone says so by the end of what it sends.
+    with suppress(OSError):
+        connection.send(what)
+
+
+def _hear(connection: Connection, process: subprocess.Popen[bytes]) -> Answer:
     try:
-        for _ in range(workers):
-            process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
-            processes.append(process)
-            feeder = threading.Thread(target=_feed, args=(process, told, deal), name="tokenising worker", daemon=True)
-            feeders.append(feeder)
-            feeder.start()
-        yield from deal.in_order()
-    finally:
-        deal.stop()
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
-        for feeder in feeders:
-            feeder.join()
-        for process in processes:
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                with suppress(OSError):  # what it did not read any more
-                    pipe.close()
-
-
-class _Deal:
-    """Chunks on their way to workers, and their answers on the way back."""
-
-    def __init__(self, chunks: Sequence[tuple[int, int]], *, ahead: int) -> None:
-        self._chunks = chunks
-        self._next = 0
-        self._stopped = False
-        self._lock = threading.Lock()
-        self._room = threading.Semaphore(ahead)
-        self._answers: SimpleQueue[tuple[int, Answer]] = SimpleQueue()
-
-    def take(self) -> int | None:
-        """The number of the next chunk to do, once there is room for it; None when there is no more."""
-        self._room.acquire()
-        with self._lock:
-            if self._stopped or self._next == len(self._chunks):
-                self._room.release()  # for the next worker that asks
-                return None
-            self._next += 1
-            return self._next - 1
-
-    def rows(self, number: int) -> tuple[int, int]:
-        return self._chunks[number]
-
-    def answer(self, number: int, answer: Answer) -> None:
-        self._answers.put((number, answer))
-
-    def stop(self) -> None:
-        with self._lock:
-            self._stopped = True
-        self._room.release()
-
-    def in_order(self) -> Iterator[Chunk]:
-        early: dict[int, Answer] = {}
-        for number in range(len(self._chunks)):
-            while number not in early:
-                other, answer = self._answers.get()
-                early[other] = answer
-            yield _open(early.pop(number))
-            self._room.release()
+        return connection.recv()
+    except (EOFError, OSError):
+        raise RunError(_describe_end(process)) from None
 
 
 def _open(answer: Answer) -> Chunk:
     match answer:
-        case ("chunk", chunk):
-            return chunk
-        case ("faults", faults):
-            raise ConfigError([Fault(**fault) for fault in faults])
-        case ("error", message):
-            raise RunError(message)
-        case (_, stack):
-            raise RuntimeError(f"a worker process failed\n{stack}")
-
-
-def _feed(process: subprocess.Popen[bytes], told: bytes, deal: _Deal) -> None:
-    """Give a worker one chunk after the other and pass its answers on, until there is no more or it fails."""
-    assert process.stdin is not None and process.stdout is not None
-    _tell(process, told)
-    while (number := deal.take()) is not None:
-        _tell(process, pickle.dumps(deal.rows(number)))
-        try:
-            answer = pickle.load(process.stdout)
-        except (EOFError, pickle.UnpicklingError, OSError):
-            deal.answer(number, ("error", _describe_end(process)))
-            return
-        deal.answer(number, answer)
-
-
-def _tell(process: subprocess.Popen[bytes], told: bytes) -> None:
-    assert process.stdin is not None
-    # A process that is gone says so by the end of its standard output.
-    with suppress(OSError):
-        process.stdin.write(told)
-        process.stdin.flush()
+        case Chunk():
+            return answer
+        case list():
+            raise ConfigError(answer)
+        case _:
+            raise RuntimeError(f"a worker process failed\n{answer}")
 
 
 def _describe_end(process: subprocess.Popen[bytes]) -> str:
@@ -181,8 +146,3 @@ def _describe_end(process: subprocess.Popen[bytes]) -> str:
     else:
         how = f"ended with exit code {code}"
     return f"a process that tokenises {how}"
-
-
-def default_workers() -> int:
-    """One process per core that this one may use."""
-    return len(os.sched_getaffinity(0))

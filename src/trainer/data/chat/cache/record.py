@@ -10,22 +10,36 @@ RECORD = "cache.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Drop:
-    """Rows that gave nothing."""
+    """Rows that gave nothing, or samples that were cut."""
 
     count: int
 
     first_place: str
     """Where the first of them is."""
 
+    @property
+    def where(self) -> str:
+        return f"first: {self.first_place}" if self.count > 1 else self.first_place
+
+    def text(self, what: str) -> str:
+        """`3 no messages (first: a.jsonl, line 4)`."""
+        return f"{self.count:,} {what} ({self.where})"
+
 
 @dataclass(frozen=True, kw_only=True)
-class CacheCounts:
-    """What became of the rows of a part."""
+class Record:
+    """What is in the file."""
 
-    rows: int
+    name: str
+    """Of the folder."""
+
+    num_rows: int
+    """Of the part, unusable ones included."""
 
     dropped: dict[str, Drop]
     """Rows without a sample, by reason."""
+
+    num_samples: int
 
     split_control_tokens: int
     """Times that message text spells a control token, in samples; it is ordinary text there."""
@@ -38,21 +52,11 @@ class CacheCounts:
 
     longest_place: str
 
-
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """What is in the file."""
-
-    name: str
-    """Of the folder."""
-
-    num_samples: int
-    counts: CacheCounts
-
     max_id: int
-    """Largest token id; -1 where there is no token."""
+    """Largest token id; -1 where there is no sample."""
 
     max_id_place: str
+    """The first row that has it."""
 
     digest: str
     """Of all ids and masks."""
@@ -64,8 +68,8 @@ class Record:
 _RECORD = TypeAdapter(Record)
 
 
-def encode_record(record: Record) -> bytes:
-    return _RECORD.dump_json(record, indent=1)
+def write_record(record: Record, folder: Path) -> None:
+    (folder / RECORD).write_bytes(_RECORD.dump_json(record, indent=1))
 
 
 def read_record(folder: Path) -> Record:

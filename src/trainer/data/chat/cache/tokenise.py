@@ -56,8 +56,8 @@ class Chunk:
     loss: np.ndarray
     """(tokens,) bool"""
 
-    dropped: dict[str, tuple[int, int]]
-    """By reason: how many rows gave no sample, and the first of them."""
+    dropped: list[tuple[int, str]]
+    """Rows that gave no sample, ascending, and the reasons."""
 
     split_control_tokens: int
     """Times that message text spells a control token."""
@@ -89,7 +89,7 @@ class Tokeniser:
                 try:
                     rendered = self.renderer.render(read_conversation(raw, self.work.rules))
                 except UnusableError as error:
-                    growing.drop(row, error.reason)
+                    growing.dropped.append((row, error.reason))
                     continue
                 except ChatError as error:
                     raise self._fault(row, error) from error
@@ -132,18 +132,13 @@ class _Growing:
     rows: list[int] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     loss_tokens: list[int] = field(default_factory=list)
-    dropped: dict[str, tuple[int, int]] = field(default_factory=dict)
+    dropped: list[tuple[int, str]] = field(default_factory=list)
     split_control_tokens: int = 0
-
-    def drop(self, row: int, reason: str) -> None:
-        # Rows may be dropped out of order: those without loss are known last.
-        count, first = self.dropped.get(reason, (0, row))
-        self.dropped[reason] = (count + 1, min(first, row))
 
     def add(self, row: int, sample: Sample, split_control_tokens: int) -> None:
         loss_tokens = int(np.count_nonzero(sample.loss))
         if not loss_tokens:
-            self.drop(row, NO_LOSS)
+            self.dropped.append((row, NO_LOSS))
             return
         self.rows.append(row)
         self.samples.append(sample)
@@ -158,6 +153,6 @@ class _Growing:
             loss_tokens=np.array(self.loss_tokens, np.int64),
             input_ids=np.concatenate([np.empty(0, np.int32), *(sample.input_ids for sample in self.samples)]),
             loss=np.concatenate([np.empty(0, bool), *(sample.loss for sample in self.samples)]),
-            dropped=self.dropped,
+            dropped=sorted(self.dropped),  # rows without loss are known last
             split_control_tokens=self.split_control_tokens,
         )
