@@ -11,37 +11,53 @@ message has one round with all of its text in it, and an assistant's begins with
 
 from typing import Any
 
+from trainer.data.chat.render.literals import ControlTokens
 from trainer.data.chat.render.marks import ChatTemplate, RefusedError, Render, Span
-from trainer.data.chat.render.presence import shown_in
+from trainer.data.chat.render.presence import STAND_IN, shown_in, with_stand_in
 from trainer.data.chat.sample import ChatError, Conversation
 
 ADVICE = "Use a template with {% generation %} marks around what the assistant says (renderer.template)"
 
-_STAND_IN = "\ue000stand-in\ue000"
 _QUESTION: dict[str, Any] = {"role": "user", "content": "probe of a user"}
 _THOUGHT = ("<think>", "<seed:think>", "[THINK]")
 """How reasoning begins. Some templates start it for the model, in some modes with its end."""
 
 
-class UnmarkedTemplate:
-    """Finds what messages add to the text of a template without marks."""
+class Unmarked:
+    """By strict prefix rendering, or the rounds of the template's loop. A Way, see `ways`."""
 
-    def __init__(self, own: ChatTemplate) -> None:
+    name = "by strict prefix rendering, else by the rounds of the template's loop over messages"
+
+    def __init__(self, own: ChatTemplate, control: ControlTokens) -> None:
         self._own = own
+        self._control = control
         self._has_prompt = "add_generation_prompt" in own.reads
         self._starts = _starts(own) if self._has_prompt else _starts_without_prompt(own)
 
-    def body(self, chat: Conversation, whole: Render, number: int) -> Span:
-        """Start and stop in the text of what a message adds after its header.
+    def marks(self, chat: Conversation, render: Render) -> None:
+        return None
 
-        Args:
-            chat: the conversation.
-            whole: its render.
-            number: of the message, from 0.
+    def parts(self, chat: Conversation, render: Render, marks: object) -> list[Span]:
+        return [self.part(chat, render, number) for number, train in enumerate(chat.trains) if train]
+
+    def part(self, chat: Conversation, render: Render, number: int) -> Span:
+        """Start and stop in the text of what a message adds after its header, up to the end of its turn.
 
         Raises:
             ChatError: neither way is exact.
         """
+        start, stop = self._body(chat, render, number)
+        end = self._control.end_in(render.text, start, stop)
+        if end is not None:
+            return start, end
+        if chat.messages[number]["role"] == "assistant":
+            raise no_end(chat, number)
+        # Not every role has an end of its own. The body of such a message begins with its content.
+        content = chat.messages[number]["content"]
+        trimmed = render.text.startswith(content.strip(), start)
+        return start, start + len(content.strip() if trimmed else content)
+
+    def _body(self, chat: Conversation, whole: Render, number: int) -> Span:
         assistant = chat.messages[number]["role"] == "assistant"
         try:
             return (self._answer if assistant else self._content)(chat, number, whole.text)
@@ -79,9 +95,9 @@ class UnmarkedTemplate:
         content = chat.messages[number]["content"].strip()
         before, after = self._render(chat, number), self._render(chat, number + 1)
         _check(before, after, text)
-        head, found, tail = self._render(chat, number + 1, stand_in=True).partition(_STAND_IN)
+        head, found, tail = self._render(chat, number + 1, stand_in=True).partition(STAND_IN)
         around = head, after[len(head) : len(after) - len(tail)].strip(), tail
-        if not found or _STAND_IN in tail or len(head) < len(before) or around[1] != content:
+        if not found or STAND_IN in tail or len(head) < len(before) or around[1] != content:
             raise _InexactError("its content cannot be told from what stands around it")
         if not (after.startswith(head) and after.endswith(tail)):
             raise _InexactError("the template writes other things around another content")
@@ -103,7 +119,7 @@ class UnmarkedTemplate:
     def _render(self, chat: Conversation, count: int, *, prompt: bool = False, stand_in: bool = False) -> str:
         messages = chat.messages[:count]
         if stand_in:
-            messages[-1] = {**messages[-1], "content": _STAND_IN}
+            messages = with_stand_in(messages, count - 1)
         try:
             return self._own.render(messages, chat.tools, prompt=prompt).text
         except Exception as error:  # templates are programs and fail in every way
@@ -128,6 +144,11 @@ class _InexactError(Exception):
 def place(chat: Conversation, number: int) -> str:
     """A message in the words of messages."""
     return f"message {number + 1} ({chat.messages[number]['role']})"
+
+
+def no_end(chat: Conversation, number: int) -> ChatError:
+    """An answer that a model would never learn to stop after."""
+    return ChatError(f"{place(chat, number)}: the template ends it with no control token. {ADVICE}")
 
 
 def _check(before: str, after: str, text: str) -> None:
@@ -164,10 +185,10 @@ def _starts_without_prompt(own: ChatTemplate) -> tuple[str, ...]:
     Mistral's templates, is missing before calls of tools."""
     try:
         before = own.render([_QUESTION]).text
-        after = own.render([_QUESTION, {"role": "assistant", "content": _STAND_IN}]).text
+        after = own.render([_QUESTION, {"role": "assistant", "content": STAND_IN}]).text
     except Exception:  # templates are programs and fail in every way
         return ()
-    start, found, _ = after.removeprefix(before).partition(_STAND_IN)
+    start, found, _ = after.removeprefix(before).partition(STAND_IN)
     if not found or not after.startswith(before):
         return ()
     return (start,) if start.strip() else tuple(dict.fromkeys((start, "")))

@@ -13,7 +13,8 @@ from trainer.data.chat.render.marks import ChatTemplate, Span
 from trainer.data.chat.sample import ChatError, Conversation
 
 _REASONING = frozenset(REASONING)
-_STAND_IN = "\ue000stand-in\ue001"
+STAND_IN = "\ue000stand-in\ue001"
+"""Content that no message has."""
 
 
 def shown_in(text: str, content: str) -> bool:
@@ -23,6 +24,11 @@ def shown_in(text: str, content: str) -> bool:
         return True
     answer = wanted.rpartition("</think>")[2].strip() if "</think>" in wanted else wanted
     return answer != wanted and answer in text
+
+
+def with_stand_in(messages: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """The messages with another content of one of them."""
+    return [*messages[:number], {**messages[number], "content": STAND_IN}, *messages[number + 1 :]]
 
 
 def check_presence(chat: Conversation, text: str, places: Mapping[int, list[Span]], own: ChatTemplate) -> None:
@@ -66,10 +72,8 @@ def check_presence(chat: Conversation, text: str, places: Mapping[int, list[Span
 
 def _reacts(chat: Conversation, number: int, own: ChatTemplate) -> bool:
     """Whether another content of a message would be in the text."""
-    messages = list(chat.messages)
-    messages[number] = {**messages[number], "content": _STAND_IN}
     try:
-        return _STAND_IN in own.render(messages, chat.tools).text
+        return STAND_IN in own.render(with_stand_in(chat.messages, number), chat.tools).text
     except Exception:  # templates are programs; one that minds the content does not show that it writes it
         return False
 

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 from trainer.data.chat.render.literals import ControlTokens
 from trainer.data.chat.render.marks import ChatTemplate, Render, Span
-from trainer.data.chat.render.prefix import ADVICE, UnmarkedTemplate, place
+from trainer.data.chat.render.prefix import ADVICE, Unmarked, no_end, place
 from trainer.data.chat.render.presence import shown_in
 from trainer.data.chat.render.shipped import choose_shipped
 from trainer.data.chat.sample import ChatError, Conversation
@@ -58,7 +58,7 @@ def choose_way(own: ChatTemplate, control: ControlTokens, roles: frozenset[str])
 class ShippedMarks:
     """By a shipped template, where its text is the same; else as without marks."""
 
-    def __init__(self, family: str, template: ChatTemplate, otherwise: "Unmarked") -> None:
+    def __init__(self, family: str, template: ChatTemplate, otherwise: Unmarked) -> None:
         self.name = f"by the marks of the shipped template {family}"
         self.template = template
         self._otherwise = otherwise
@@ -82,7 +82,7 @@ class OwnMarks:
 
     name = "by the template's own marks"
 
-    def __init__(self, own: ChatTemplate, control: ControlTokens, otherwise: "Unmarked") -> None:
+    def __init__(self, own: ChatTemplate, control: ControlTokens, otherwise: Unmarked) -> None:
         self._own = own
         self._control = control
         self._otherwise = otherwise
@@ -125,44 +125,10 @@ class OwnMarks:
         return [*others, (start, end)]
 
 
-class Unmarked:
-    """By strict prefix rendering, or the rounds of the template's loop."""
-
-    name = "by strict prefix rendering, else by the rounds of the template's loop over messages"
-
-    def __init__(self, own: ChatTemplate, control: ControlTokens) -> None:
-        self._finder = UnmarkedTemplate(own)
-        self._control = control
-        self.strip_start = self._finder.strip_start
-
-    def marks(self, chat: Conversation, render: Render) -> Marks | None:
-        return None
-
-    def parts(self, chat: Conversation, render: Render, marks: Marks | None) -> list[Span]:
-        return [self.part(chat, render, number) for number, train in enumerate(chat.trains) if train]
-
-    def part(self, chat: Conversation, render: Render, number: int) -> Span:
-        start, stop = self._finder.body(chat, render, number)
-        end = self._control.end_in(render.text, start, stop)
-        if end is not None:
-            return start, end
-        if chat.messages[number]["role"] == "assistant":
-            raise no_end(chat, number)
-        # Not every role has an end of its own. The body of such a message begins with its content.
-        content = chat.messages[number]["content"]
-        trimmed = render.text.startswith(content.strip(), start)
-        return start, start + len(content.strip() if trimmed else content)
-
-
 def _begins_another(render: Render, number: int, place: int) -> bool:
     """What stands at a place of the text is another message's, its header for one."""
     owners = {owner for owner, rounds in render.rounds.items() if any(a <= place < b for a, b in rounds)}
     return bool(owners) and number not in owners
-
-
-def no_end(chat: Conversation, number: int) -> ChatError:
-    """An answer that a model would never learn to stop after."""
-    return ChatError(f"{place(chat, number)}: the template ends it with no control token. {ADVICE}")
 
 
 def _by_message(chat: Conversation, render: Render) -> Marks:
