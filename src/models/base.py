@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from models.batch import Batch
 from models.counts import MatrixShapes, ParameterCounts, count_parameters
-from models.layers.block import BlockRunner, DecoderBlock
+from models.layers.block import BlockRunner
 from models.layers.dropout import DropoutKeys
 from models.layers.norm import RMSNorm
 
@@ -85,9 +85,9 @@ class CausalLM(nn.Module):
         raise NotImplementedError
 
     @property
-    def block_runners(self) -> Sequence[BlockRunner]:
-        """What runs each block."""
-        return [block.runner for block in self.blocks if isinstance(block, DecoderBlock)]
+    def block_runners(self) -> list[BlockRunner]:
+        """What runs each block: its attribute `runner`."""
+        return [cast(BlockRunner, block.runner) for block in self.blocks]
 
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters by the names that files and logs have for them, without a trace of wrappers."""

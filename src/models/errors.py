@@ -1,5 +1,12 @@
 """What is wrong with an architecture or with adapters, at which of their fields."""
 
+_LONGEST_LINE = 300
+
+
+def one_line(error: Exception) -> str:
+    """The beginning of a foreign error's message, on one line; its name where it has none."""
+    return " ".join(str(error).split())[:_LONGEST_LINE] or type(error).__name__
+
 
 class ArchError(ValueError):
     """An architecture that cannot be built: unknown, inconsistent, or asking for what we do not implement."""

@@ -54,29 +54,26 @@ def apply_lora(
 
     layers = _linear_layers(model, target_modules)
     whole = _whole_modules(model, modules_to_save, layers)
-    names = [name for name, _ in model.named_parameters()]
     scale: Any = alpha  # declared int, used as a factor
     config = LoraConfig(r=rank, lora_alpha=scale, lora_dropout=dropout, target_modules=layers)
     inject_adapter_in_model(config, model)
 
-    wrappers: list[tuple[str, Any]] = [(path, m) for path, m in model.named_modules() if isinstance(m, LoraLayer)]
-    adapted = dict(wrappers)
+    adapted: dict[str, Any] = {path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)}
     assert list(adapted) == layers, "peft adapts the layers that it is given"
     model.wrapped_names = {
         f"{path}.{inner}": f"{path}.{_canonical(inner)}"
         for path, module in adapted.items()
         for inner, _ in module.named_parameters()
     }
-    trained = {name for module in whole for name in names if name.startswith(f"{module}.")}
+    trained = tuple(f"{module}." for module in whole)
     for name, parameter in model.canonical_parameters().items():
-        parameter.requires_grad_(name in trained or is_adapter(name))
+        parameter.requires_grad_(is_adapter(name) or name.startswith(trained))
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(frozen_dtype)
     if dropout:
-        keys = DropoutKeys(len(adapted), seed=seed)
-        for module, layer in zip(adapted.values(), keys.layers(dropout), strict=True):
+        model.dropout = DropoutKeys(len(adapted), seed=seed)
+        for module, layer in zip(adapted.values(), model.dropout.layers(dropout), strict=True):
             module.lora_dropout[_ADAPTER] = layer
-        model.dropout = keys
 
 
 def is_adapter(name: str) -> bool:

@@ -18,11 +18,9 @@ from models.layers.attention import DocumentContext, attend
 ATTENTION_NAME = "inside_documents"
 
 # Keyword arguments that some models hand down and that change nothing in an attention without cache and mask.
-_WITHOUT_EFFECT = frozenset(
-    {
-        *("position_ids", "position_embeddings", "cache_position", "layer_idx", "return_dict"),
-        *("output_hidden_states", "layer_type"),
-    }
+_WITHOUT_EFFECT = (
+    *("position_ids", "position_embeddings", "cache_position", "layer_idx", "layer_type"),
+    *("return_dict", "output_hidden_states"),
 )
 
 

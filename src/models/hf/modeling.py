@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from models.base import CausalLM, InitRule, LossOutput
 from models.batch import Batch
 from models.counts import MatrixShapes
-from models.errors import ArchError
+from models.errors import ArchError, one_line
 from models.hf.attention import ATTENTION_NAME, AttentionCall, Trace, register_attention
 from models.hf.buffers import buffer_values, freeze_rope, restore_buffers
 from models.hf.names import head_name_in_files
@@ -44,7 +44,7 @@ def transformers_model(config: PretrainedConfig, *, attention: str, dtype: torch
             config, attn_implementation=attention, dtype=dtype, trust_remote_code=False
         )
     except Exception as error:  # a model's constructor raises whatever it stumbles over
-        raise ArchError("", f"transformers cannot build this {config.model_type}: {_line(error)}") from error
+        raise ArchError("", f"transformers cannot build this {config.model_type}: {one_line(error)}") from error
 
 
 class TransformersForCausalLM(CausalLM):
@@ -90,9 +90,8 @@ class TransformersForCausalLM(CausalLM):
         calls = self._trace()
         self._check_calls(calls, seq_len)
         self._attention_width = sum(call.num_heads * call.head_dim for call in calls)
-        self._runners = [BlockRunner(block.forward) for block in self.blocks]
-        for block, runner in zip(self.blocks, self._runners, strict=True):
-            block.forward = runner
+        for block in self.blocks:
+            block.runner = block.forward = BlockRunner(block.forward)  # type: ignore[assignment]
         self.train()
 
     def _take_apart(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -113,8 +112,8 @@ class TransformersForCausalLM(CausalLM):
         self._base_name, self._head_name = base_name, head_name_in_files(model, head_names[0])
         self._their_head_name = head_names[0]
         self.add_module(base_name, children[base_name])
-        head_options: dict[str, Any] = {"tied": tied, "dtype": dtype, "logit_scale": _logit_scale(self.config)}
-        self.add_module(self._head_name, LMHead(head.in_features, head.out_features, **head_options))
+        options: dict[str, Any] = {"tied": tied, "dtype": dtype, "logit_scale": _logit_scale(self.config)}
+        self.add_module(self._head_name, LMHead(head.in_features, head.out_features, **options))
         self._embedding_name = next(name for name, module in self.named_modules() if module is embedding)
         self._tied = tied
         self._hidden_size = head.in_features
@@ -141,7 +140,7 @@ class TransformersForCausalLM(CausalLM):
                 shadow(input_ids=ids, position_ids=ids, use_cache=False, documents=trace)
         except Exception as error:  # whatever a model's code stumbles over
             raise ArchError(
-                "model_type", f"{self.config.model_type} cannot be computed inside documents: {_line(error)}"
+                "model_type", f"{self.config.model_type} cannot be computed inside documents: {one_line(error)}"
             ) from error
         return trace.calls
 
@@ -212,11 +211,6 @@ class TransformersForCausalLM(CausalLM):
         """The decoder layers in order."""
         return list(self._base.get_submodule(self._blocks_path).children())
 
-    @property
-    def block_runners(self) -> Sequence[BlockRunner]:
-        """What runs each layer, in the place of its `forward`."""
-        return self._runners
-
     def compile_blocks(self, mode: str, fullgraph: bool) -> None:
         """Compile each layer; see CausalLM.compile_blocks."""
         super().compile_blocks(mode, fullgraph)
@@ -267,8 +261,3 @@ def _logit_scale(config: PretrainedConfig) -> float:
     transformers' logits, so a field of another meaning does not pass."""
     divisor, factor = getattr(config, "logits_scaling", None), getattr(config, "logit_scale", None)
     return float(factor or 1.0) / float(divisor or 1.0)
-
-
-def _line(error: Exception) -> str:
-    """The beginning of its message, on one line."""
-    return " ".join(str(error).split())[:300] or type(error).__name__

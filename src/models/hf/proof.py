@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from models.batch import IGNORE_INDEX, Batch, Segments
-from models.errors import ArchError
+from models.errors import ArchError, one_line
 from models.hf.modeling import TransformersForCausalLM, transformers_model
 from models.hf.twin import VOCAB_SIZE, small_twin
 
@@ -96,8 +96,7 @@ def _compare(model: TransformersForCausalLM, reference: PreTrainedModel) -> None
             moved = (model.logits(_batch(changed)) != packed).any(-1)  # (rows, row length)
             alone = [reference(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(_LENGTHS)]
     except Exception as error:  # whatever a model's code stumbles over
-        line = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ArchError("model_type", f"{family} cannot be computed inside documents: {line}") from error
+        raise ArchError("model_type", f"{family} cannot be computed inside documents: {one_line(error)}") from error
     expected = torch.cat(alone)
     error = (packed[0] - expected).abs().max() / expected.abs().max()
     if not bool(error < _TOLERANCE):

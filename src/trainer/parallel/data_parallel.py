@@ -102,14 +102,9 @@ class ShardedGradSync:
             for name, parameter in self._model.canonical_parameters().items()
             if isinstance(parameter, DTensor)
         }
-        self._masters, self._frozen = (
-            {
-                name: parameter.to_local().detach()
-                for name, parameter in self._parameters.items()
-                if parameter.requires_grad == trained
-            }
-            for trained in (True, False)
-        )
+        parts = {name: parameter.to_local().detach() for name, parameter in self._parameters.items()}
+        self._masters = {name: part for name, part in parts.items() if self._parameters[name].requires_grad}
+        self._frozen = {name: part for name, part in parts.items() if name not in self._masters}
 
     @property
     def masters(self) -> dict[str, Tensor]:
@@ -139,16 +134,15 @@ class ShardedGradSync:
             unit.set_is_last_backward(is_last)
 
     def gradients(self) -> dict[str, Tensor]:
-        parameters = {name: self._parameters[name] for name in self._masters}
         return {
             name: parameter.grad.to_local()
-            for name, parameter in parameters.items()
+            for name, parameter in self._parameters.items()
             if isinstance(parameter.grad, DTensor)
         }
 
     def clear_gradients(self) -> None:
-        for name in self._masters:
-            self._parameters[name].grad = None
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def publish(self) -> None:
         """The next all-gather reads the masters themselves."""
