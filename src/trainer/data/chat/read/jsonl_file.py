@@ -8,7 +8,6 @@ where the last range ended, and goes on from there if the next one lies ahead.
 import gzip
 import io
 import os
-import zlib
 from array import array
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -19,9 +18,8 @@ from typing import Any, BinaryIO, cast
 
 import orjson
 
-from trainer.data.chat.read.local_files import LocalFile, require_unchanged
+from trainer.data.chat.read.local_files import LocalFile, named_faults, require_unchanged
 from trainer.data.chat.sample import PlacedError
-from trainer.text import first_line
 
 _STRIDE = 64
 _BOM = b"\xef\xbb\xbf"
@@ -80,7 +78,7 @@ class JsonlFile:
         """Numbers and contents of the lines of rows `start` up to `stop`."""
         if start >= stop:
             return
-        with self._named_faults():
+        with named_faults(self._file):
             position, stream = self._enter(start)
             for number, _, line in islice(stream, start - position, stop - position):
                 yield number, line
@@ -123,21 +121,13 @@ class JsonlFile:
     def _index(self) -> _Index:
         offsets, lines = array("q"), array("q")
         num_rows = 0
-        with self._named_faults():
+        with named_faults(self._file):
             for number, offset, _ in self._stream(line=1, offset=0):
                 if num_rows % _STRIDE == 0:
                     offsets.append(offset)
                     lines.append(number)
                 num_rows += 1
         return _Index(num_rows=num_rows, offsets=offsets, lines=lines)
-
-    @contextmanager
-    def _named_faults(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, EOFError, zlib.error) as error:
-            cause = getattr(error, "strerror", None) or first_line(error)
-            raise PlacedError(f"{self._file.path} cannot be read: {cause}") from error
 
 
 def _not_json(line: bytes, error: orjson.JSONDecodeError) -> str:

@@ -6,14 +6,16 @@ bear the names of splits, one split is taken; where it is not clear what belongs
 
 import os
 import re
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from trainer.data.chat.sample import ChatError
-from trainer.text import listed
+from trainer.data.chat.sample import ChatError, PlacedError
+from trainer.text import first_line, listed
 
 FORMATS = {".jsonl": "jsonl", ".jsonl.gz": "jsonl.gz", ".json": "jsonl", ".parquet": "parquet"}
 _KNOWN_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
@@ -108,6 +110,22 @@ def require_unchanged(file: LocalFile, status: os.stat_result) -> None:
     """
     if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
         raise OSError("it changed since it was opened; start again when nobody writes it")
+
+
+@contextmanager
+def named_faults(file: LocalFile) -> Iterator[None]:
+    """Reading that fails says which file it was.
+
+    Raises:
+        PlacedError: in place of what the file system, gzip or Arrow raise.
+    """
+    import pyarrow as pa
+
+    try:
+        yield
+    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+        cause = getattr(error, "strerror", None) or first_line(error)
+        raise PlacedError(f"{file.path} cannot be read: {cause}") from error
 
 
 def _format_of(path: Path) -> str | None:

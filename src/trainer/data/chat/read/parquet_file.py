@@ -6,14 +6,13 @@ the next one lies ahead in the same group.
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.chat.read.arrow_rows import RowMaker
 from trainer.data.chat.read.conversation import COLUMNS, check_columns
-from trainer.data.chat.read.local_files import LocalFile, require_unchanged
+from trainer.data.chat.read.local_files import LocalFile, named_faults, require_unchanged
 from trainer.data.chat.sample import ChatError, PlacedError
 from trainer.text import first_line
 
@@ -50,7 +49,7 @@ class ParquetFile:
         """
         self._file = file
         self._kept: _Kept | None = None
-        with self._named_faults():
+        with named_faults(self._file):
             opened = self._open()
             names = opened.schema_arrow.names
             sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
@@ -94,7 +93,7 @@ class ParquetFile:
     def _batches_of_group(self, group: int, start: int, stop: int) -> Iterator["pa.RecordBatch"]:
         """The rows `start` up to `stop`, which lie in the row group."""
         kept, self._kept = self._kept, None
-        with self._named_faults():
+        with named_faults(self._file):
             if kept is None or kept.group != group or kept.position > start:
                 opened = self._open()
                 stream = opened.iter_batches(_BATCH, row_groups=[group], columns=self._columns, use_threads=False)
@@ -121,19 +120,9 @@ class ParquetFile:
         # Without either, the columns of a whole row group are read at once, which may be gigabytes.
         return pq.ParquetFile(self._file.path, pre_buffer=False, buffer_size=_READ_BYTES)
 
-    @contextmanager
-    def _named_faults(self) -> Iterator[None]:
-        import pyarrow as pa
-
-        try:
-            yield
-        except (OSError, ValueError, NotImplementedError, pa.ArrowException) as error:
-            cause = getattr(error, "strerror", None) or first_line(error)
-            raise PlacedError(f"{self._file.path} cannot be read: {cause}") from error
-
 
 def _next(stream: Iterator["pa.RecordBatch"]) -> "pa.RecordBatch":
     batch = next(stream, None)
     if batch is None:
-        raise ValueError("it has fewer rows than its footer says")
+        raise EOFError("it has fewer rows than its footer says")
     return batch
