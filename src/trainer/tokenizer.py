@@ -1,7 +1,8 @@
 """Loading of the run's tokenizer."""
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from configs.errors import ConfigError
 from configs.model import is_hub_id
@@ -22,6 +23,28 @@ def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:
 def num_ids(tokenizer: "PreTrainedTokenizerBase") -> int:
     """Rows that an embedding needs: the largest id and one more, which is more than the length where ids have gaps."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+
+
+def control_ids(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
+    """Tokens that stand for no text."""
+    added = tokenizer.added_tokens_decoder
+    return frozenset(tokenizer.all_special_ids) | {id_ for id_, token in added.items() if token.special}
+
+
+def decoder_parts(tokenizer: "PreTrainedTokenizerBase") -> list[dict[str, Any]] | None:
+    """What the decoder is put together from, which says how tokens spell text; None without a `tokenizers` form."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    decoder: dict[str, Any] = json.loads(backend.to_str())["decoder"] or {"type": "none"}
+    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+
+
+def byte_letters() -> dict[str, int]:
+    """The byte that each letter of a byte-level vocabulary stands for."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def load_tokenizer(name: str, key: str = "tokenizer.name") -> "PreTrainedTokenizerBase":

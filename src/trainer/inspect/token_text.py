@@ -5,10 +5,11 @@ belongs to that one; bytes that no token completes are shown as `\\xe2`. Decodin
 """
 
 import codecs
-import json
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trainer.tokenizer import byte_letters, control_ids, decoder_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,14 +27,11 @@ class TokenText:
         self._alphabet: dict[str, int] | None = None
         self._spelled = False
         if tokenizer is not None:
-            added = tokenizer.added_tokens_decoder
-            self._added = {id_: token.content for id_, token in added.items()}
-            self._special = frozenset(tokenizer.all_special_ids) | {id_ for id_, t in added.items() if t.special}
-            kinds = _decoder_types(tokenizer)
+            self._added = {id_: token.content for id_, token in tokenizer.added_tokens_decoder.items()}
+            self._special = control_ids(tokenizer)
+            kinds = {part["type"] for part in decoder_parts(tokenizer) or []}
             if "ByteLevel" in kinds:
-                from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-                self._alphabet = {letter: byte for byte, letter in bytes_to_unicode().items()}
+                self._alphabet = byte_letters()
             # Pieces of SentencePiece vocabularies are spelled as text, with marks for spaces.
             self._spelled = bool(kinds & {"Metaspace", "ByteFallback"})
         self._bytes = lru_cache(1 << 18)(self._make_bytes)
@@ -72,7 +70,7 @@ class TokenText:
         token = self._tokenizer.convert_ids_to_tokens(id_)
         if not isinstance(token, str):
             return None
-        if self._alphabet is not None and all(letter in self._alphabet for letter in token):
+        if self._alphabet is not None and self._alphabet.keys() >= set(token):
             return bytes(self._alphabet[letter] for letter in token)
         if self._spelled:
             if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
@@ -80,12 +78,3 @@ class TokenText:
             return token.replace(_SPACE_MARK, " ").encode()
         text = self._tokenizer.decode([id_])
         return (text if isinstance(text, str) else "".join(text)).encode()
-
-
-def _decoder_types(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return set()
-    decoder: dict[str, Any] = json.loads(backend.to_str())["decoder"] or {"type": "none"}
-    parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    return {part["type"] for part in parts}

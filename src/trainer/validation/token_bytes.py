@@ -5,12 +5,12 @@ The count of a token is read off its spelling in the vocabulary. Decoding single
 holds part of a character decodes to U+FFFD, which has three bytes.
 """
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from configs.errors import ConfigError
+from trainer.tokenizer import byte_letters, control_ids, decoder_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,14 +38,11 @@ def token_bytes(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> np.nda
     Raises:
         ConfigError: the tokenizer is of another kind, or the counts do not add up on a sample text. Never guessed.
     """
-    # tokenizers comes with transformers, which takes seconds to import; see trainer.tokenizer.
-    from tokenizers.pre_tokenizers import ByteLevel
-
     decoder = _decoder_types(tokenizer)
     added = tokenizer.added_tokens_decoder
-    special = set(tokenizer.all_special_ids) | {id_ for id_, token in added.items() if token.special}
+    special = control_ids(tokenizer)
     counts = np.zeros(vocab_size, np.int64)
-    alphabet = set(ByteLevel.alphabet())
+    alphabet = byte_letters().keys()
     for token, id_ in tokenizer.get_vocab().items():
         if id_ >= vocab_size or id_ in special:
             continue
@@ -55,7 +52,7 @@ def token_bytes(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> np.nda
             counts[id_] = len(token.encode())
         elif decoder != {"ByteLevel"}:
             counts[id_] = _sentencepiece_bytes(token, decoder)
-        elif set(token) <= alphabet:
+        elif alphabet >= set(token):
             counts[id_] = len(token)  # one letter of the alphabet per byte
         else:
             raise _refused(f"its token {token!r} is not spelled in the byte alphabet")
@@ -70,11 +67,9 @@ def adds_leading_space(tokenizer: "PreTrainedTokenizerBase", counts: np.ndarray)
 
 def _decoder_types(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
     """Types of the decoder's parts, which say how tokens spell text."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
+    parts = decoder_parts(tokenizer)
+    if parts is None:
         raise _refused("it has no fast (`tokenizers`) form")
-    decoder: dict[str, Any] = json.loads(backend.to_str())["decoder"] or {"type": "none"}
-    parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     types = {part["type"] for part in parts}
     turns_mark_to_space = any(
         part["type"] == "Metaspace"

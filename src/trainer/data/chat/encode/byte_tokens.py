@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer.tokenizer import byte_letters
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -42,7 +44,7 @@ def byte_tokens(backend: "Tokenizer") -> ByteTokens | None:
     normalizer = description["normalizer"]
     if (normalizer and normalizer["type"]) not in _NORMALIZERS or not _is_byte_level(description["pre_tokenizer"]):
         return None
-    letters = _letters()
+    letters = byte_letters()
     added = {number: token.content for number, token in backend.get_added_tokens_decoder().items()}
     vocabulary = backend.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
@@ -58,11 +60,3 @@ def _is_byte_level(pre_tokenizer: dict[str, Any] | None) -> bool:
     if pre_tokenizer is None:
         return False
     return any(part["type"] == "ByteLevel" for part in pre_tokenizer.get("pretokenizers", [pre_tokenizer]))
-
-
-def _letters() -> dict[str, int]:
-    """The byte that each letter of a byte-level vocabulary stands for: itself where it is printable Latin-1, else the
-    next letter from U+0100 on (https://github.com/openai/gpt-2, bytes_to_unicode)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [number for number in range(256) if number not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
