@@ -49,20 +49,20 @@ class Style:
     colours: bool
 
     def legend(self) -> str:
-        names = "target with loss", "no loss", "padding", "control token"
-        shown = [
-            self.paint(Token(text=name, state=state, control=control))
-            for name, state, control in zip(
-                names, (State.LOSS, State.NO_LOSS, State.PADDING, State.LOSS), (False, False, False, True), strict=True
-            )
-        ]
-        return f"{', '.join(shown)}; {_TARGET} target beyond its document or row, {_LINE_END} line end"
+        samples = (
+            Token(text="target with loss", state=State.LOSS, control=False),
+            Token(text="no loss", state=State.NO_LOSS, control=False),
+            Token(text="padding", state=State.PADDING, control=False),
+            Token(text="control token", state=State.LOSS, control=True),
+        )
+        shown = ", ".join(map(self.paint, samples))
+        return f"{shown}; {_TARGET} target beyond its document or row, {_LINE_END} line end"
 
     def paint(self, token: Token) -> str:
         """The text of a run of tokens as it goes to the terminal; colours end with every line."""
         if not self.colours:
             text = f"⟦{token.text}⟧" if token.control else token.text
-            return {State.LOSS: "{}", State.NO_LOSS: "⟨{}⟩", State.PADDING: "«{}»"}[token.state].replace("{}", text)
+            return {State.LOSS: text, State.NO_LOSS: f"⟨{text}⟩", State.PADDING: f"«{text}»"}[token.state]
         code = {State.LOSS: "32", State.NO_LOSS: "90", State.PADDING: "34"}[token.state]
         code = f"7;{code}" if token.control else code
         return "\n".join(f"\x1b[{code}m{line}\x1b[0m" if line else "" for line in token.text.split("\n"))

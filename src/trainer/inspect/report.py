@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from configs.safe_text import one_line
 from trainer.data.chat.counts import ChatCounts, reasons
+from trainer.inspect.chats import DroppedRow
 from trainer.inspect.counts import Counts, Lengths
-from trainer.inspect.dropped import DroppedRow
 from trainer.inspect.findings import Findings
 from trainer.inspect.render import row_states
 from trainer.inspect.rows import ShownRow
