@@ -265,7 +265,8 @@ class TestLoss:
         assert trains(ANSWER, {**ASK, "train": 1}, rules=LAST) == [False, True]
 
     @pytest.mark.parametrize(
-        "empty", [{"content": ""}, {"content": None}, {}, {"content": "", "reasoning_content": ""}]
+        "empty",
+        [{"content": ""}, {"content": None}, {}, {"content": " \n"}, {"content": "", "reasoning_content": "\n"}],
     )
     def test_an_empty_answer_does_not_train(self, empty: dict[str, Any]):
         """Field case R52: an assistant message that says nothing carries no loss, and alone it is dropped."""

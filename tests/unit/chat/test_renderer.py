@@ -127,13 +127,19 @@ def test_last_target_ends_the_turn(
     assert tokenizer.decode([last]) == ("<|im_end|>" if template is CHATML else "<|stop|>")
 
 
-def test_gemma_trains_its_own_terminator(parts: Callable[..., list[str]]) -> None:
-    """Field case R22: the turn ends with a token that is not the tokenizer's EOS; it is a target in every turn."""
+def test_gemma_trains_its_own_terminator(parts: Callable[..., list[str]], tokenizer_of: Callable[..., Any]) -> None:
+    """Field case R22: the turn ends with a token that is not the tokenizer's EOS; it is a target in every turn. Found
+    by prefixes and, where the template refuses system messages as Gemma's does, by the shipped template."""
     gemma = (
         "{{ bos_token }}{% for m in messages %}{% set who = 'model' if m.role == 'assistant' else m.role %}"
         "<start_of_turn>{{ who }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
     )
-    assert parts(gemma, say("Hi", " Hello ", "and?", "Bye")) == ["Hello<end_of_turn>", "Bye<end_of_turn>"]
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + gemma
+    assert way(tokenizer_of(gemma)).startswith("by strict prefix rendering")
+    assert way(tokenizer_of(refusing)) == "by the marks of the shipped template gemma"
+    for template in (gemma, refusing):
+        said = parts(template, say("Hi", " Hello ", "and?", "Bye"))
+        assert said == ["Hello<end_of_turn>", "Bye<end_of_turn>"]
 
 
 def test_one_bos(tokenizer_of: Callable[..., Any]) -> None:
@@ -287,9 +293,28 @@ def test_own_marks_that_are_wrong(parts: Callable[..., list[str]]) -> None:
     # The control token behind the marks is the header of the next message.
     with pytest.raises(ChatError, match=r"message 2 \(assistant\): the template ends it with no control token"):
         parts(own(head, "{{ m.content }}{{ '<|im_end|>' if loop.last }}"), say("Hi", "Hello", "and?", "Bye"))
+    # What it says lacks what the message has in front: that is no end.
+    with pytest.raises(ChatError, match=r"message 2 \(assistant\): the template ends it with no control token"):
+        parts(own(head, "{{ m.content.split('</think>')[-1] }}"), say("Hi", "<think>hm</think>Hello"))
     twice = own(head, "{{ m.content + '<|im_end|>\n' }}") + "{% generation %}!{% endgeneration %}"
     with pytest.raises(ChatError, match="marks enclose 2 parts, but there are 1 assistant messages"):
         parts(twice, say("Hi", "Hello"))
+
+
+def test_own_marks_around_an_empty_answer(parts: Callable[..., list[str]]) -> None:
+    """It has no part and carries no loss; the other answers keep theirs."""
+    template = own("{{ '<|im_start|>assistant\n' }}", "{{ m.content }}", "{{ '<|im_end|>\n' }}")
+    said = parts(template, say("Hi", "", "and?", "Bye"), trains=[False, False, False, True])
+    assert said == ["Bye<|im_end|>"]
+
+
+def test_own_marks_with_an_end_of_plain_text(tokenizer_of: Callable[..., Any]) -> None:
+    """The tokenizer of a base model has no control token for it."""
+    template = own("{{ '<|im_start|>assistant\n' }}", "{{ m.content + '<|im_end|>\n' }}")
+    renderer = Renderer(tokenizer_of(template, ()), RendererConfig())
+    rendered = renderer.render(chat_of(say("Hi", "Hello", "and?", "Bye")))
+    said = [rendered.text[start:stop] for start, stop in rendered.loss_spans]
+    assert said == ["Hello<|im_end|>", "Bye<|im_end|>"]
 
 
 def test_marks_in_a_macro_have_no_place(parts: Callable[..., list[str]], tokenizer_of: Callable[..., Any]) -> None:
@@ -334,10 +359,13 @@ def test_reasoning_of_an_active_tool_chain_is_kept(parts: Callable[..., list[str
     ]
 
 
-def test_reasoning_is_supervised(parts: Callable[..., list[str]]) -> None:
-    """Field case R32."""
-    message = {"role": "assistant", "content": "A", "reasoning_content": "ZQX"}
-    assert parts(REASONER, [*say("q"), message]) == ["<think>ZQX</think>A<|stop|>"]
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_supervised(tokenizer_of: Callable[..., Any], key: str) -> None:
+    """Field case R32: under whatever name the data has it."""
+    chat = chat_of([*say("q"), {"role": "assistant", "content": "A", key: "ZQX"}])
+    rendered = Renderer(tokenizer_of(REASONER), RendererConfig()).render(chat)
+    said = [rendered.text[start:stop] for start, stop in rendered.loss_spans]
+    assert said == ["<think>ZQX</think>A<|stop|>"]
 
 
 def test_reasoning_that_the_template_has_no_place_for(parts: Callable[..., list[str]]) -> None:

@@ -61,7 +61,7 @@ def read_conversation(row: Mapping[str, Any], rules: LossRules) -> Conversation:
         wanted = message["role"] in rules.roles if wish is None else wish
         if wanted and number >= prompt_length:
             answers += 1
-            if not message["content"] and is_empty_answer(message):
+            if is_empty_answer(message):
                 empty_answers += 1
                 wanted = False
         messages.append(message)

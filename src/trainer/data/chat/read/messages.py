@@ -63,9 +63,8 @@ def is_empty_answer(message: dict[str, Any]) -> bool:
     """Of a message of `read_message`: an assistant's that says nothing."""
     return (
         message["role"] == "assistant"
-        and not message["content"]
         and "tool_calls" not in message
-        and not any(message.get(key) for key in REASONING)
+        and not any(message.get(key, "").strip() for key in ("content", *REASONING))
     )
 
 

@@ -18,7 +18,7 @@ from trainer.data.chat.sample import ChatError, Conversation
 
 ADVICE = "Use a template with {% generation %} marks around what the assistant says (renderer.template)"
 
-_QUESTION: dict[str, Any] = {"role": "user", "content": "probe of a user"}
+QUESTION: dict[str, Any] = {"role": "user", "content": "probe of a user"}
 _THOUGHT = ("<think>", "<seed:think>", "[THINK]")
 """How reasoning begins. Some templates start it for the model, in some modes with its end."""
 
@@ -170,7 +170,7 @@ def _starts(own: ChatTemplate) -> tuple[str, ...]:
     """The start of an assistant message that the model is given, longest first: whole, and without reasoning that the
     template starts for it. Empty where it cannot be found out."""
     try:
-        render = own.render([_QUESTION], prompt=True)
+        render = own.render([QUESTION], prompt=True)
     except Exception:  # templates are programs and fail in every way
         return ()
     if 0 not in render.rounds:
@@ -184,8 +184,8 @@ def _starts_without_prompt(own: ChatTemplate) -> tuple[str, ...]:
     """Of a template that writes none on demand: what stands before the content of an answer. White space there, as in
     Mistral's templates, is missing before calls of tools."""
     try:
-        before = own.render([_QUESTION]).text
-        after = own.render([_QUESTION, {"role": "assistant", "content": STAND_IN}]).text
+        before = own.render([QUESTION]).text
+        after = own.render([QUESTION, {"role": "assistant", "content": STAND_IN}]).text
     except Exception:  # templates are programs and fail in every way
         return ()
     start, found, _ = after.removeprefix(before).partition(STAND_IN)

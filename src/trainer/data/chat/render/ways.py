@@ -4,8 +4,8 @@ from typing import Any, Protocol
 
 from trainer.data.chat.render.literals import ControlTokens
 from trainer.data.chat.render.marks import ChatTemplate, Render, Span
-from trainer.data.chat.render.prefix import ADVICE, Unmarked, no_end, place
-from trainer.data.chat.render.presence import shown_in
+from trainer.data.chat.render.prefix import ADVICE, QUESTION, Unmarked, no_end, place
+from trainer.data.chat.render.presence import STAND_IN, shown_in
 from trainer.data.chat.render.shipped import choose_shipped
 from trainer.data.chat.sample import ChatError, Conversation
 
@@ -83,7 +83,7 @@ class OwnMarks:
     name = "by the template's own marks"
 
     def __init__(self, own: ChatTemplate, control: ControlTokens, otherwise: Unmarked) -> None:
-        self._own = own
+        self._plain_end = _plain_end(own)
         self._control = control
         self._otherwise = otherwise
 
@@ -118,11 +118,21 @@ class OwnMarks:
             end = self._control.end_of_token_at(text, stop)
         if end is None:
             # Without control tokens the end may be any text, but there has to be one.
-            said, content = text[start:stop].rstrip(), chat.messages[number]["content"].rstrip()
-            end = start + len(said)
-            if not said or said.endswith(content or "\0") or "tool_calls" in chat.messages[number]:
+            end = start + len(text[start:stop].rstrip())
+            if not self._plain_end or not text.endswith(self._plain_end, start, end):
                 raise no_end(chat, number)
         return [*others, (start, end)]
+
+
+def _plain_end(own: ChatTemplate) -> str:
+    """What marks have behind an answer; empty where they have nothing there."""
+    try:
+        render = own.render([QUESTION, {"role": "assistant", "content": STAND_IN}])
+    except Exception:  # templates are programs and fail in every way
+        return ""
+    stop = max((stop for _, _, stop in render.marks), default=0)
+    _, found, end = render.text[:stop].rpartition(STAND_IN)
+    return end.strip() if found else ""
 
 
 def _begins_another(render: Render, number: int, place: int) -> bool:
@@ -140,7 +150,9 @@ def _by_message(chat: Conversation, render: Render) -> Marks:
         for number in answers:
             if any(a <= start and stop <= b for a, b in render.rounds.get(number, [])):
                 found[number].append((start, stop))
-    if all(found.values()) and sum(map(len, found.values())) == len(marks):
+    # An answer that says nothing may have none.
+    has_all = all(spans or not chat.trains[number] for number, spans in found.items())
+    if has_all and sum(map(len, found.values())) == len(marks):
         return found
     if len(marks) != len(answers):
         what = f"the template's marks enclose {len(marks)} parts, but there are {len(answers)} assistant messages"
