@@ -81,6 +81,13 @@ def is_adapter(name: str) -> bool:
     return name.endswith(_SUFFIXES)
 
 
+def adapter_names(weight: str) -> tuple[str, str]:
+    """Canonical names of the matrices A (rank, inputs) and B (outputs, rank) of the adapter beside a weight."""
+    down, up = _SUFFIXES
+    layer = weight.removesuffix(".weight")
+    return layer + down, layer + up
+
+
 def adapter_rules(model: CausalLM) -> dict[str, InitRule]:
     """Rules of the adapters' first values, by canonical name, for models.init: A is uniform with the bound of peft,
     1 / sqrt(inputs); B is 0, so that the model begins as it was."""

@@ -3,6 +3,7 @@
 from transformers import PretrainedConfig
 
 from models.errors import ArchError
+from models.layers.attention import check_attention
 
 
 def refuse_unsupported(config: PretrainedConfig, *, seq_len: int, attn: str, head_dim: int) -> None:
@@ -35,14 +36,7 @@ def refuse_unsupported(config: PretrainedConfig, *, seq_len: int, attn: str, hea
     if config.chunk_size_feed_forward:
         raise ArchError("chunk_size_feed_forward", f"only 0 is implemented, not {config.chunk_size_feed_forward}")
     _check_windows(config, seq_len)
-    match attn:
-        case "sdpa":
-            pass
-        case "varlen":
-            if head_dim % 8 or head_dim > 256:
-                raise ArchError("head_dim", f"varlen attention takes multiples of 8 up to 256, not {head_dim}")
-        case _:
-            raise ArchError("", f"attention {attn!r} is not implemented; it is sdpa or varlen")
+    check_attention(attn, head_dim)
 
 
 def _check_windows(config: PretrainedConfig, seq_len: int) -> None:

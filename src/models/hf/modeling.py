@@ -18,8 +18,8 @@ from models.errors import ArchError, one_line
 from models.hf.attention import ATTENTION_NAME, AttentionCall, Trace, register_attention
 from models.hf.buffers import buffer_values, freeze_rope, restore_buffers
 from models.hf.names import head_name_in_files
-from models.hf.refusals import refuse_config, refuse_model
-from models.layers.attention import DocumentContext
+from models.hf.refusals import refuse_model
+from models.layers.attention import DocumentContext, check_attention
 from models.layers.block import BlockRunner
 from models.layers.lm_head import LMHead
 
@@ -63,20 +63,17 @@ class TransformersForCausalLM(CausalLM):
     ) -> None:
         """
         Args:
-            config: of a causal language model of transformers.
+            config: of a causal language model of transformers that models.hf.refusals has nothing against.
             seq_len: longest row.
             attn: "sdpa" or "varlen".
             dtype: of the parameters.
             first_values: of vectors by name, for `init_rules`; None where there is no rule.
 
         Raises:
-            ArchError: the model cannot be computed exactly inside documents, as far as its config and modules show.
+            ArchError: the model cannot be computed exactly inside documents, as far as its modules show.
         """
         super().__init__()
-        if attn not in ("sdpa", "varlen"):
-            raise ArchError("", f"attention {attn!r} is not implemented; it is sdpa or varlen")
         register_attention()
-        refuse_config(config, seq_len=seq_len)
         model = transformers_model(config, attention=ATTENTION_NAME, dtype=dtype)
         refuse_model(model, config, seq_len=seq_len)
         self.config = config
@@ -156,8 +153,7 @@ class TransformersForCausalLM(CausalLM):
             if call.sliding_window is not None and call.sliding_window < seq_len:
                 window = call.sliding_window
                 raise ArchError("sliding_window", f"{window} is shorter than seq_len = {seq_len}: not implemented")
-            if self.attn == "varlen" and (call.head_dim % 8 or call.head_dim > 256):
-                raise ArchError("head_dim", f"varlen attention takes multiples of 8 up to 256, not {call.head_dim}")
+            check_attention(self.attn, call.head_dim)
 
     def own_name(self, name: str) -> str:
         """The name here of a parameter of transformers' model."""

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from models.batch import Batch
+from models.errors import ArchError
 from models.layers.norm import RMSNorm
 from models.layers.rope import Rope, apply_rope, rope_table
 
@@ -30,6 +31,17 @@ class AttentionForm(StrEnum):
     ROWS = "rows"
     SEGMENTS = "segments"
     VARLEN = "varlen"
+
+
+def check_attention(attn: str, head_dim: int) -> None:
+    """
+    Raises:
+        ArchError: there is no such attention for heads of this width.
+    """
+    if attn not in ("sdpa", "varlen"):
+        raise ArchError("", f"attention {attn!r} is not implemented; it is sdpa or varlen")
+    if attn == "varlen" and (head_dim % 8 or head_dim > 256):
+        raise ArchError("head_dim", f"varlen attention takes multiples of 8 up to 256, not {head_dim}")
 
 
 # torch 2.11 takes grouped queries as they are; later versions want to be told.

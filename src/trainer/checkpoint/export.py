@@ -144,22 +144,20 @@ def write_export(
         write_safetensors(folder, export.entries, source.read, max_shard_bytes=max_shard_bytes, on_progress=on_progress)
         write_model_configs(folder, export, tokenizer)
 
-    write_folder(export, target, tokenizer, num_bytes=export.num_bytes, fill=fill)
+    write_folder(export, target, tokenizer, fill)
 
 
 def write_folder(
     export: Export,
     target: Path,
     tokenizer: TokenizerFiles | None,
-    *,
-    num_bytes: int,
     fill: Callable[[Path], None],
-    note: Mapping[str, Any] = MappingProxyType({}),
+    note: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write a folder that has its name only once all of it is on disk: what `fill` puts in, tokenizer, mark.
 
     Args:
-        num_bytes: of the tensors, for which there must be space.
+        export: tells the bytes for which there must be space, and what the mark says.
         fill: given the folder under its temporary name.
         note: what the mark says besides step, run and dtype.
 
@@ -171,7 +169,7 @@ def write_folder(
         target.parent.mkdir(parents=True, exist_ok=True)
         require_space(
             target.parent,
-            num_bytes + 2**20 + sum(len(content) for content in (tokenizer.files if tokenizer else {}).values()),
+            export.num_bytes + 2**20 + sum(len(content) for content in (tokenizer.files if tokenizer else {}).values()),
             "an export",
         )
         make_empty(temporary)
@@ -216,10 +214,18 @@ class TensorSource:
         if dtype == entry.dtype:
             return tensor
         converted = _view(self._converted, entry.shape, entry.dtype).copy_(tensor)
-        # bfloat16 has the range of float32.
-        if entry.dtype == torch.float16 and bool((converted.isinf() & ~tensor.isinf()).any()):
-            raise RunError(f"{name} has numbers beyond the range of float16; export in bfloat16 or float32")
+        check_range(name, tensor, converted)
         return converted
+
+
+def check_range(name: str, tensor: Tensor, converted: Tensor) -> None:
+    """
+    Raises:
+        RunError: numbers of a tensor have become infinite in the dtype that it was converted to.
+    """
+    # bfloat16 has the range of float32.
+    if converted.dtype == torch.float16 and bool((converted.isinf() & ~tensor.isinf()).any()):
+        raise RunError(f"{name} has numbers beyond the range of float16; export in bfloat16 or float32")
 
 
 def _view(memory: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

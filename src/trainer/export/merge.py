@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from configs.errors import ConfigError, Fault
-from models.lora import is_adapter
-from trainer.checkpoint.export import DTYPES, Export, TensorSource, write_folder, write_model_configs
+from models.lora import adapter_names
+from trainer.checkpoint.export import DTYPES, Export, TensorSource, check_range, write_folder, write_model_configs
 from trainer.errors import RunError
 from trainer.weights.adapter_files import AdapterRecord
 from trainer.weights.fingerprint import fingerprint
@@ -55,9 +54,7 @@ def find_base(record: AdapterRecord, name: str | None, say: Callable[[str], None
         ConfigError: it is missing, damaged, or another one.
         RunError: the adapters have none.
     """
-    found = name or record.base
-    if found is None:
-        raise RunError("its adapters were trained beside weights without meaning (model.debug.random_init)")
+    found = name or record.known_base
     advice = "" if name is not None else " (it is that of the run; --base says where it lies now)"
     try:
         folder = find_model(found, download=True)
@@ -126,8 +123,7 @@ def write_merged(
             )
         write_model_configs(folder, whole, tokenizer)
 
-    note: dict[str, Any] = {"merged_with": merge.base.name}
-    write_folder(whole, target, tokenizer, num_bytes=whole.num_bytes, fill=fill, note=note)
+    write_folder(whole, target, tokenizer, fill, {"merged_with": merge.base.name})
 
 
 class _MergedSource:
@@ -139,7 +135,8 @@ class _MergedSource:
         self._names = {entry.name for entry in merge.adapters.entries}
         self._scale = merge.record.alpha / merge.record.rank
         self._dtype = DTYPES[merge.whole.dtype]
-        missing = [name for name in sorted(self._names) if self._place_of(name) not in self._base.tensors]
+        known = {part for name in self._base.tensors for part in (name, *adapter_names(name))}
+        missing = sorted(self._names - known)
         if missing:
             raise RunError(f"{merge.base.name} has no tensor for {missing[0]}")
 
@@ -149,17 +146,11 @@ class _MergedSource:
             tensor = self._adapters.read(name)
         else:
             tensor = self._read_base(name, 0, self._base.tensors[name].num_rows)
-            layer = name.removesuffix(".weight")
-            if f"{layer}.lora_A.weight" in self._names:
-                down = self._adapters.read(f"{layer}.lora_A.weight").clone()  # (rank, inputs)
-                up = self._adapters.read(f"{layer}.lora_B.weight")  # (outputs, rank)
+            down_name, up_name = adapter_names(name)
+            if down_name in self._names:
+                down = self._adapters.read(down_name).clone()
+                up = self._adapters.read(up_name)
                 tensor = torch.addmm(tensor.float(), up, down, alpha=self._scale)
         converted = tensor.to(self._dtype)
-        if self._dtype == torch.float16 and bool((converted.isinf() & ~tensor.isinf()).any()):
-            raise RunError(f"{name} has numbers beyond the range of float16; export in bfloat16 or float32")
+        check_range(name, tensor, converted)
         return converted
-
-    @staticmethod
-    def _place_of(name: str) -> str:
-        """The tensor of the base that a tensor of the checkpoint changes or replaces."""
-        return f"{name.rpartition('.lora_')[0]}.weight" if is_adapter(name) else name

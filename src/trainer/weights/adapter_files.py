@@ -1,6 +1,7 @@
 """Adapters as files of peft: `adapter_model.safetensors` and `adapter_config.json`."""
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -35,6 +36,17 @@ class AdapterRecord:
 
     fingerprint: str | None
     """Of the base's weights: see trainer.weights.fingerprint."""
+
+    @property
+    def known_base(self) -> str:
+        """The base's name.
+
+        Raises:
+            RunError: there was none.
+        """
+        if self.base is None:
+            raise RunError("its adapters were trained beside weights without meaning (model.debug.random_init)")
+        return self.base
 
     @classmethod
     def of(cls, values: Any) -> "AdapterRecord":
@@ -76,39 +88,36 @@ def write_adapters(
         OSError: they cannot be written.
         RunError: the adapters have no base.
     """
-    if record.base is None:
-        raise RunError("its adapters were trained beside weights without meaning (model.debug.random_init)")
+    config = _config(record, [entry.name.rpartition(".")[0] for entry in entries if not is_adapter(entry.name)])
     write_safetensors(
         folder,
         [replace(entry, name=_PREFIX + entry.name) for entry in entries],
         lambda name: read(name.removeprefix(_PREFIX)),
-        max_shard_bytes=None,
+        max_shard_bytes=sys.maxsize,  # peft looks for one file
         on_progress=on_progress,
         single_file=WEIGHTS_NAME,
     )
-    whole = [entry.name.rpartition(".")[0] for entry in entries if not is_adapter(entry.name)]
-    values = _config(record, list(dict.fromkeys(whole)))
-    write_whole(folder / CONFIG_NAME, (json.dumps(values, indent=2, sort_keys=True) + "\n").encode())
+    write_whole(folder / CONFIG_NAME, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _config(record: AdapterRecord, whole: list[str]) -> dict[str, Any]:
     """peft's own description of the adapters.
 
     Args:
-        whole: full names of the modules that are trained whole: peft finds them by the end of their names, in the
-            middle of a word too.
+        whole: full names of the modules that are trained whole, more than once too: peft finds them by the end of
+            their names, in the middle of a word too.
     """
     from peft import LoraConfig
 
     alpha: Any = int(record.alpha) if record.alpha == int(record.alpha) else record.alpha
     config = LoraConfig(
         task_type="CAUSAL_LM",
-        base_model_name_or_path=record.base,
+        base_model_name_or_path=record.known_base,
         r=record.rank,
         lora_alpha=alpha,
         lora_dropout=record.dropout,
         target_modules=record.target_modules,
-        modules_to_save=whole or None,
+        modules_to_save=list(dict.fromkeys(whole)) or None,
         inference_mode=True,
     )
     return {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}

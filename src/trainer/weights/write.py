@@ -57,7 +57,7 @@ def write_safetensors(
     entries: Sequence[TensorEntry],
     read: Callable[[str], Tensor],
     *,
-    max_shard_bytes: int | None,
+    max_shard_bytes: int,
     on_progress: Callable[[int], None],
     single_file: str = SINGLE_FILE,
 ) -> None:
@@ -66,14 +66,14 @@ def write_safetensors(
     Args:
         entries: what to write, in this order.
         read: gives a tensor of the entry's shape and dtype, on the CPU. It is written before the next is asked for.
-        max_shard_bytes: a file holds no more than this, unless one tensor alone does; None: one file.
+        max_shard_bytes: a file holds no more than this, unless one tensor alone does.
         on_progress: told the bytes written so far, after each tensor.
         single_file: name of the file where there is one only.
 
     Raises:
         OSError: they cannot be written.
     """
-    shards = [list(entries)] if max_shard_bytes is None else plan_shards(entries, max_shard_bytes)
+    shards = plan_shards(entries, max_shard_bytes)
     names = [single_file] if len(shards) == 1 else shard_names(len(shards))
     done = 0
     for name, shard in zip(names, shards, strict=True):
