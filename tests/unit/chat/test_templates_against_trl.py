@@ -267,6 +267,19 @@ def test_tokens_are_the_templates_and_loss_is_the_twins(
         assert dict(outcomes) == {outcome: count for outcome, count in expected.items() if count}
 
 
+@pytest.mark.parametrize("name", ["glm4moe", "nemotron_3_nano", "qwen3", "qwen3_5_think"])
+def test_a_twin_as_the_template(name: str, chats: list[Conversation], made_chats: ModuleType) -> None:
+    """By the marks of the template's own: transformers' mask of them, for all conversations. That of GLM ends turns
+    with the token that begins the next one, which the vendor's template leaves to the next message."""
+    source, twin = _source(name), _source(f"{name}_training")
+    assert source is not None and twin is not None
+    tokenizer = made_chats.make_tokenizer(twin, made_chats.control_tokens(source))
+    renderer = _renderer(tokenizer)
+    assert renderer.description == OWN
+    samples = Encoder(tokenizer).encode([renderer.render(chat) for chat in chats])
+    assert {_compare(tokenizer, twin, *pair) for pair in zip(chats, samples, strict=True)} == {"same"}
+
+
 @pytest.mark.parametrize("name", [name for name, (way, _) in EXPECTED.items() if way.startswith(SHIPPED)])
 def test_shipped_marks_and_unmarked_templates_agree(
     name: str, chats: list[Conversation], made_chats: ModuleType, monkeypatch: pytest.MonkeyPatch

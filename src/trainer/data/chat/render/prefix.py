@@ -148,7 +148,8 @@ def place(chat: Conversation, number: int) -> str:
 
 def no_end(chat: Conversation, number: int) -> ChatError:
     """An answer that a model would never learn to stop after."""
-    return ChatError(f"{place(chat, number)}: the template ends it with no control token. {ADVICE}")
+    what = f"{place(chat, number)}: the template ends it with no control token"
+    return ChatError(f"{what}. Use a template that writes one inside {{% generation %}} marks (renderer.template)")
 
 
 def _check(before: str, after: str, text: str) -> None:
