@@ -494,40 +494,22 @@ from trainer.data.chat.cache.tokenise import Work
 from trainer.data.chat.read.conversation import LossRules
 from trainer.data.chat.read.parts import open_parts
 
-chats, tokenizer, cache_dir, workers, number = sys.argv[1:]
-if workers != "1":
-    tokenise_pool._ROWS, tokenise_pool._ALONE_SECONDS = 4, 0.0
+chats, tokenizer, cache_dir, number = sys.argv[1:]
+tokenise_pool._ROWS, tokenise_pool._ALONE_SECONDS = 4, 0.0
 config = SFTDataConfig(name=chats)
 (part,) = open_parts(config)
 tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer)
 
 
 def track(what, done, total):
-    if done == 0:
-        print("begins", flush=True)
-    if done and int(number):
+    if done:
         print(*Path(f"/proc/self/task/{os.getpid()}/children").read_text().split(), flush=True)
         os.kill(os.getpid(), int(number))
 
 
-print("ready", flush=True)
-sys.stdin.readline()
 work = Work(part=part, tokenizer=tokenizer, renderer=RendererConfig(), rules=LossRules.of(config), key="data")
-cache = open_or_build(work, cache_dir=Path(cache_dir), workers=int(workers), track=track)
-print(cache.record.digest, flush=True)
+open_or_build(work, cache_dir=Path(cache_dir), workers=2, track=track)
 """
-
-
-def start(*argv: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", BUILDER, *map(str, argv)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.fixture(scope="module")
-def tokenizer_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("chat_tokenizer")
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def is_gone(pid: str) -> bool:
@@ -540,14 +522,15 @@ def is_gone(pid: str) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_who_is_ended_leaves_no_half_cache_and_no_process(
-    number: signal.Signals, tokenizer: Any, tokenizer_folder: Path, cache_dir: Path, tmp_path: Path
+    number: signal.Signals, tokenizer: Any, cache_dir: Path, tmp_path: Path
 ) -> None:
     """Killed, it leaves its hidden folder to the next one; interrupted by Ctrl-C, nothing."""
     path = write(tmp_path / "chats.jsonl", chats(60))
-    process = start(path, tokenizer_folder, cache_dir, 2, int(number))
-    out, err = process.communicate("\n", timeout=_LIMIT)
-    assert process.returncode == -number or (number == signal.SIGINT and "KeyboardInterrupt" in err), err
-    children = out.splitlines()[2].split()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    command = [sys.executable, "-c", BUILDER, path, tmp_path / "tokenizer", cache_dir, str(int(number))]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT)
+    assert ended.returncode == -number or (number == signal.SIGINT and "KeyboardInterrupt" in ended.stderr), ended
+    children = ended.stdout.split()
     assert len(children) == 2
     end = time.monotonic() + _LIMIT
     while not all(map(is_gone, children)):
@@ -557,25 +540,4 @@ def test_who_is_ended_leaves_no_half_cache_and_no_process(
     assert len(hidden) == (1 if number == signal.SIGKILL else 0)
     assert all(name.startswith(".") for name in hidden)
     assert open_cache(path, tokenizer, cache_dir).record.num_samples == 60
-    assert len(found(cache_dir)) == 1
-
-
-def test_several_processes_make_one_cache(
-    tokenizer: Any, tokenizer_folder: Path, cache_dir: Path, tmp_path: Path
-) -> None:
-    path = write(tmp_path / "chats.jsonl", chats(400))
-    processes = [start(path, tokenizer_folder, cache_dir, 1, 0) for _ in range(2)]
-    for process in processes:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-    answers = [process.communicate(timeout=_LIMIT) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], answers
-    lines = [line for out, _ in answers for line in out.splitlines()]
-    assert lines.count("begins") == 1
-    assert {line for line in lines if line != "begins"} == {
-        open_cache(path, tokenizer, cache_dir, track=never).record.digest
-    }
     assert len(found(cache_dir)) == 1

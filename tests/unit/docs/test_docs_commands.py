@@ -31,6 +31,7 @@ TOPICS = {
     "launch",
     "config",
     "data",
+    "chats",
     "models",
     "validation",
     "checkpoints",
@@ -40,6 +41,8 @@ TOPICS = {
 }
 # Their commands stand beside an answer, or beside code of the page, which tests of their own hold them to.
 ELSEWHERE = {"docs/config.md", "docs/extending.md"}
+# A training of its own, with its parts: tests/unit/quickstart/test_chat_quickstart.py.
+CHAT_QUICKSTART = {"examples/quickstart/chat.toml", "examples/quickstart/score.py"}
 
 SMALLER = {
     "max_steps = 400": "max_steps = 12",
@@ -68,7 +71,13 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True)[2:] for line in found if line.startswith("uv run ")]
 
 
-ALL = [(page, words) for page in PAGES if str(page) not in ELSEWHERE for words in commands(page)]
+ALL = [
+    (page, words)
+    for page in PAGES
+    if str(page) not in ELSEWHERE
+    for words in commands(page)
+    if not CHAT_QUICKSTART & set(words)
+]
 
 
 @pytest.fixture(scope="module")

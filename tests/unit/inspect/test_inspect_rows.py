@@ -1,7 +1,6 @@
 """Which rows `inspect-data` shows: those that training reads. Its JSON, its faults, its pipe."""
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -182,16 +181,3 @@ def test_a_pipe_that_is_closed_early_gives_no_traceback(
         assert run_inspect(["@", str(tiny_toml(tiny_shards, seq_len=64)), "--rows", "100"]) == 141
         stream.write("what Python flushes at exit")
     assert capsys.readouterr().err == ""
-
-
-def test_the_commands_of_the_documents_run(inspect: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Path(__file__).parents[3]
-    monkeypatch.chdir(root)
-    lines = (root / "docs" / "data.md").read_text().splitlines()
-    begin = "uv run inspect-data "
-    commands = [re.split(" [#>] ", line.removeprefix(begin))[0].split() for line in lines if line.startswith(begin)]
-    assert len(commands) == 6
-    for command in commands:
-        answer = inspect(*command)
-        assert (answer.code, answer.err) == (0, "")
-        assert "rows of 256 per epoch" in answer.out
