@@ -205,6 +205,21 @@ class TestColumnar:
         table.to_parquet("chats.parquet")
         assert self.calls(open_one("chats.parquet")) == [{"b": 1, "a": "x"}, {"c": None, "d": [None, 1]}, None]
 
+    def test_integers_of_any_size_stay(self):
+        """Field case R40: as an object and as text, in lines and JSON columns, beyond 64 bits too."""
+        numbers = {"n": 2**70, "m": [-(2**63) - 1, 2**64 - 1], "f": 1e30}
+        row = {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": numbers}]}]}
+        text = {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": json.dumps(numbers)}]}]}
+        write_lines("chats.jsonl", [row, text])
+        message = pa.ExtensionArray.from_storage(pa.json_(), pa.array([json.dumps(row["messages"][0])]))
+        messages = pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), message)
+        pq.write_table(pa.table({"messages": messages}), "chats.parquet")
+        for name in ("chats.jsonl", "chats.parquet"):
+            part = open_one(name)
+            for found in part.rows(0, part.num_rows):
+                (message,) = read_conversation(found, RULES).messages
+                assert json.dumps(message["tool_calls"][0]["function"]["arguments"]) == json.dumps(numbers)
+
     def test_maps_are_objects(self):
         call = pa.struct([("name", pa.string()), ("arguments", pa.map_(pa.string(), pa.string()))])
         message = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(call))])

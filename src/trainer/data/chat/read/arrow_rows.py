@@ -8,7 +8,7 @@ every depth, because a template would write them out among the arguments of a to
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import orjson
+from trainer.data.chat.read.json_text import read_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -37,7 +37,7 @@ def _restorer(kind: "pa.DataType") -> _Restore | None:
     import pyarrow as pa
 
     if isinstance(kind, pa.JsonType):
-        return orjson.loads
+        return read_json
     if isinstance(kind, pa.BaseExtensionType):
         return _restorer(kind.storage_type)
     if pa.types.is_struct(kind):

@@ -4,10 +4,11 @@ Where a form is not known the data is refused. A message that is passed on half 
 than what was written, and nobody would see it.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
+from trainer.data.chat.read.json_text import read_json
 from trainer.data.chat.sample import ChatError
 from trainer.text import listed
 
@@ -59,6 +60,11 @@ def read_message(message: Any) -> tuple[dict[str, Any], bool | None]:
     return read, wish
 
 
+def reasoning_of(message: dict[str, Any]) -> str | None:
+    """The reasoning of a message, under whichever key."""
+    return next((message[key] for key in REASONING if message.get(key) is not None), None)
+
+
 def is_empty_answer(message: dict[str, Any]) -> bool:
     """Of a message of `read_message`: an assistant's that says nothing."""
     return (
@@ -97,7 +103,7 @@ def from_json(text: str, what: str) -> Any:
         ChatError: it is no JSON.
     """
     try:
-        return orjson.loads(text)
+        return read_json(text)
     except orjson.JSONDecodeError as error:
         raise ChatError(f"{what} cannot be read as JSON: {error.msg} at character {error.pos + 1}") from None
 
@@ -190,5 +196,5 @@ def _read_call(call: Any) -> dict[str, Any]:
     rest = {key: value for key, value in function.items() if value is not None and key not in ("name", "arguments")}
     identity: dict[str, Any] = {"id": outer["id"]} if "id" in outer else {}
     others = {key: value for key, value in outer.items() if key not in ("id", "type", "function")}
-    kind: Literal["function"] | Any = outer.get("type", "function")
-    return {**identity, "type": kind, "function": {"name": name, "arguments": arguments or {}, **rest}, **others}
+    called = {"name": name, "arguments": arguments or {}, **rest}
+    return {**identity, "type": outer.get("type", "function"), "function": called, **others}
