@@ -8,10 +8,10 @@ from pathlib import Path
 
 from configs.errors import ConfigError
 from configs.model import is_hub_id
+from models.errors import one_line
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 """Config, index and tokenizer. Never code, and no weights."""
-_LONGEST_CAUSE = 300
 
 
 def find_model(name: str, *, download: bool) -> Path:
@@ -61,9 +61,8 @@ def _snapshot(name: str, patterns: list[str], *, revision: str | None, download:
             name, revision=revision, allow_patterns=patterns, local_files_only=not download, library_name="oneloop"
         )
     except Exception as error:  # the library raises its own errors, httpx's, OSError and ValueError
-        cause = " ".join(str(error).split())[:_LONGEST_CAUSE] or type(error).__name__
         where = "the Hugging Face hub" if download else "the cache of the Hugging Face hub on this machine"
         raise ConfigError.one(
-            "model.name", f"{name!r} is no folder here, and {where} does not give it: {cause}"
+            "model.name", f"{name!r} is no folder here, and {where} does not give it: {one_line(error)}"
         ) from error
     return Path(folder)

@@ -27,7 +27,7 @@ def _capture_only(monkeypatch) -> Iterator[None]:
     compile_with = torch.compile
 
     def capture(function: Any, mode: str | None = None, **options: Any) -> Any:
-        return compile_with(function, backend="aot_eager", **options)
+        return compile_with(function, backend="eager", **options)
 
     monkeypatch.setattr(torch, "compile", capture)
     torch._dynamo.reset()
