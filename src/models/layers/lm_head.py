@@ -73,7 +73,8 @@ class LMHead(nn.Module):
         """(rows, seq_len, hidden_size) -> (rows, seq_len, vocab_size) in fp32 (fp64 for fp64 inputs), all at once."""
         weight = self._weight(tied_weight)
         wide = _wide_dtype(hidden)
-        return (hidden.to(wide) @ weight.to(wide).T) * self.logit_scale
+        logits = hidden.to(wide) @ weight.to(wide).T
+        return logits if self.logit_scale == 1 else logits * self.logit_scale
 
     def _weight(self, tied_weight: Tensor | None) -> Tensor:
         weight = self.weight if tied_weight is None else tied_weight
@@ -173,6 +174,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         products = _Products(hidden, weight)
         loss_scale = loss_scale.to(products.wide)
+        grad_scale = loss_scale if logit_scale == 1 else loss_scale * logit_scale
         want_hidden, want_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=products.wide) if want_weight else None
@@ -195,7 +197,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             nats[chunk] = torch.where(counted, sums.log() - target_logits, 0.0)
             if not (want_hidden or want_weight):
                 continue
-            factors = torch.where(counted, loss_scale * logit_scale, 0.0)  # (t,)
+            factors = torch.where(counted, grad_scale, 0.0)  # (t,)
             logits.mul_((factors / sums)[:, None])
             target_grads = (target_logits.exp() / sums - 1) * factors
             logits.scatter_(-1, targets[:, None], target_grads[:, None])
