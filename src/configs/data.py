@@ -13,6 +13,10 @@ from configs.model import is_hub_id
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".txt", ".gz", ".zst", ".zip")
 _SUM_TOLERANCE = 1e-6
 
+Packing = Literal["best_fit", "sequential", "none"]
+Overflow = Literal["truncate", "drop", "split", "error"]
+StoppingStrategy = Literal["first_exhausted", "all_exhausted"]
+
 
 def is_dataset_id(name: str) -> bool:
     """Whether `name`, where no file or folder has it, can be a dataset's id on the Hugging Face hub."""
@@ -122,10 +126,10 @@ class ChatConfig(BaseConfig):
     last_turn_only: bool = False
     """Of the messages that carry loss only the last one does."""
 
-    packing: Literal["best_fit", "sequential", "none"] = "best_fit"
+    packing: Packing = "best_fit"
     """How samples share rows. `best_fit`: least padding. `sequential`: in the order of the data. `none`: one each."""
 
-    overflow: Literal["truncate", "drop", "split", "error"] = "truncate"
+    overflow: Overflow = "truncate"
     """Samples longer than a row: cut to its length, left out, cut into several, or refused."""
 
     cache_dir: Path | None = None
@@ -171,7 +175,7 @@ class SFTDataConfig(ChatConfig, RowsConfig):
     probabilities: list[Annotated[float, Field(gt=0)]] | None = Field(default=None, min_length=1)
     """Share of samples that each part gives, summing to 1. Unset: every sample of every part once per epoch."""
 
-    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "all_exhausted"
+    stopping_strategy: StoppingStrategy = "all_exhausted"
     """With `probabilities`: an epoch ends when the first part has no sample left, or when each had all of its samples
     drawn, those of smaller parts several times."""
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,25 @@ def test_a_killed_worker_is_told(tokenizer: Any) -> None:
     work = Work(part=part, tokenizer=tokenizer, renderer=RendererConfig(), rules=rules, key="data")
     with pytest.raises(RunError, match=r"a process that tokenises was killed \(SIGKILL\), for want of memory perhaps"):
         list(tokenise_pool._tokenise_in_workers(work, [(0, 4), (4, 8)], 1))
+
+
+@pytest.mark.parametrize("told", ["nothing", "half", "all"])
+def test_a_worker_that_is_left_alone_ends_without_a_word(told: str) -> None:
+    """Its parent was killed before, while or after it said what there is to do."""
+    ours, theirs = Pipe()
+    with theirs:
+        command = (*tokenise_pool._COMMAND, str(theirs.fileno()))
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(theirs.fileno(),))
+    with process, ours:
+        match told:
+            case "half":
+                os.write(ours.fileno(), b"\0\0\0\x64abc")
+            case "all":
+                ours.send("x" * 100)
+                ours.send((0, 4))
+        ours.close()
+        assert process.communicate(timeout=_LIMIT) == (None, b"")
+        assert process.returncode == 0
 
 
 def delete_samples(folder: Path) -> None:

@@ -10,10 +10,10 @@ every sample comes at least once, and the samples of a part come equally often, 
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 
+from configs.data import StoppingStrategy
 from configs.errors import ConfigError
 from trainer.data.permutation import derive_int
 
@@ -26,7 +26,7 @@ def mix(
     sizes: Sequence[int],
     *,
     probabilities: Sequence[float],
-    stopping_strategy: Literal["first_exhausted", "all_exhausted"],
+    stopping_strategy: StoppingStrategy,
     seed: int,
 ) -> np.ndarray:
     """The samples of an epoch in the order of the mixture.

@@ -1,13 +1,11 @@
 """Samples longer than a row: cut to its length, left out, cut into several, or refused."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
+from configs.data import Overflow
 from trainer.data.chat.cache.cache import SampleCache
-
-Overflow = Literal["truncate", "drop", "split", "error"]
 
 PIECE = np.dtype([("sample", np.uint32), ("start", np.int32), ("length", np.int32)])
 """A stretch of a sample: number of the sample, first token in it, tokens."""

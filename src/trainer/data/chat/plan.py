@@ -6,14 +6,12 @@ of the epoch. So every epoch has the same rows by lengths, reads every piece onc
 """
 
 from functools import lru_cache
-from typing import Literal
 
 import numpy as np
 
+from configs.data import Packing
 from trainer.data.packing import by_length, one_each, pack, pack_in_order
 from trainer.data.permutation import KeyedPermutation, KeyedPermutations
-
-Packing = Literal["best_fit", "sequential", "none"]
 
 
 class RowPlan:

@@ -7,14 +7,10 @@ import numpy as np
 
 
 class UnusableError(Exception):
-    """A row that is sound but gives no sample: it is left out and counted under the reason."""
+    """A row that is sound but gives no sample: it is left out.
 
-    def __init__(self, reason: str) -> None:
-        """Args:
-        reason: a few words, the same for all rows of its kind: it is what they are counted under.
-        """
-        super().__init__(reason)
-        self.reason = reason
+    The message is the reason that it is counted under: a few words, the same for all rows of its kind.
+    """
 
 
 class ChatError(Exception):

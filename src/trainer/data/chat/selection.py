@@ -2,17 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
+from configs.data import Overflow, Packing, StoppingStrategy
 from configs.errors import ConfigError
 from trainer.data.chat.cache.cache import SampleCache
 from trainer.data.chat.cache.record import Drop
 from trainer.data.chat.counts import ChatCounts, merge_drops, reasons
 from trainer.data.chat.mixture import mix
-from trainer.data.chat.overflow import Cut, Overflow, cut
-from trainer.data.chat.plan import Packing, RowPlan
+from trainer.data.chat.overflow import Cut, cut
+from trainer.data.chat.plan import RowPlan
 from trainer.data.chat.read.parts import Part
 
 
@@ -38,7 +38,7 @@ class RowOptions:
     seed: int
     shuffle: bool
     probabilities: list[float] | None
-    stopping_strategy: Literal["first_exhausted", "all_exhausted"]
+    stopping_strategy: StoppingStrategy
     padding_id: int
     """Token of the padding. It carries no loss, and no other token sees it."""
 

@@ -89,7 +89,7 @@ class Tokeniser:
                 try:
                     rendered = self.renderer.render(read_conversation(raw, self.work.rules))
                 except UnusableError as error:
-                    growing.dropped.append((row, error.reason))
+                    growing.dropped.append((row, str(error)))
                     continue
                 except ChatError as error:
                     raise self._fault(row, error) from error

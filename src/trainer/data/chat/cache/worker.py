@@ -4,10 +4,13 @@ It ends with its standard input, in the middle of a chunk too: with the process 
 """
 
 import os
+import pickle
 import signal
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 from configs.errors import ConfigError
@@ -21,10 +24,13 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_input, daemon=True).start()
     connection = Connection(int(sys.argv[1]))
-    work = connection.recv()
+    with _ending_with_parent():
+        told = connection.recv_bytes()
+    work = pickle.loads(told)
     tokeniser: Tokeniser | None = None
     while True:
-        start, stop = connection.recv()
+        with _ending_with_parent():
+            start, stop = connection.recv()
         try:
             tokeniser = tokeniser or Tokeniser(work)
             answer: Answer = tokeniser.tokenise(start, stop)
@@ -32,7 +38,16 @@ def main() -> None:
             answer = error.faults
         except Exception:
             answer = traceback.format_exc()
-        connection.send(answer)
+        with _ending_with_parent():
+            connection.send(answer)
+
+
+@contextmanager
+def _ending_with_parent() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError):
+        os._exit(0)
 
 
 def _end_with_input() -> None:

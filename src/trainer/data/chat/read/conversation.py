@@ -13,7 +13,7 @@ from trainer.data.chat.read.messages import describe, from_json, is_empty_answer
 from trainer.data.chat.sample import ChatError, Conversation, UnusableError
 from trainer.text import listed
 
-COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "tool_defs", "chat_template_kwargs")
+_COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "tool_defs", "chat_template_kwargs")
 """All that is read of a row."""
 
 NO_MESSAGES = "no messages"
@@ -75,8 +75,21 @@ def read_conversation(row: Mapping[str, Any], rules: LossRules) -> Conversation:
     return Conversation(messages=messages, tools=tools, trains=trains)
 
 
+def read_columns(columns: list[str], table: str) -> list[str]:
+    """The columns that are read of a table.
+
+    Raises:
+        ChatError: naming the table, where its rows cannot be conversations.
+    """
+    try:
+        check_columns(columns)
+    except ChatError as error:
+        raise ChatError(f"{table}: {error}") from None
+    return [column for column in columns if column in _COLUMNS]
+
+
 def check_columns(columns: list[str]) -> None:
-    """Refuse a table whose rows cannot be conversations.
+    """Refuse rows that cannot be conversations.
 
     Raises:
         ChatError: naming the columns.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs.data import ChatPart
 from trainer.data.chat.read.arrow_rows import RowMaker
-from trainer.data.chat.read.conversation import COLUMNS, check_columns
+from trainer.data.chat.read.conversation import read_columns
 from trainer.data.chat.read.local_files import content_key, list_tables
 from trainer.data.chat.sample import ChatError, PlacedError
 from trainer.text import first_line, listed
@@ -28,11 +28,7 @@ class DatasetPart:
         """Raises:
         ChatError: no column holds messages.
         """
-        try:
-            check_columns(dataset.column_names)
-        except ChatError as error:
-            raise ChatError(f"{name}: {error}") from None
-        columns = [column for column in dataset.column_names if column in COLUMNS]
+        columns = read_columns(dataset.column_names, name)
         self.name = name
         self.key = {"rows": len(dataset), "fingerprint": dataset._fingerprint, **key}
         self._table = dataset.select_columns(columns).with_format("arrow")

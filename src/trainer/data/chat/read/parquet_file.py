@@ -11,9 +11,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.chat.read.arrow_rows import RowMaker
-from trainer.data.chat.read.conversation import COLUMNS, check_columns
+from trainer.data.chat.read.conversation import read_columns
 from trainer.data.chat.read.local_files import LocalFile, named_faults, require_unchanged
-from trainer.data.chat.sample import ChatError, PlacedError
+from trainer.data.chat.sample import PlacedError
 from trainer.text import first_line
 
 if TYPE_CHECKING:
@@ -53,11 +53,7 @@ class ParquetFile:
             opened = self._open()
             names = opened.schema_arrow.names
             sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
-        try:
-            check_columns(names)
-        except ChatError as error:
-            raise ChatError(f"{file.path}: {error}") from None
-        self._columns = [name for name in names if name in COLUMNS]
+        self._columns = read_columns(names, str(file.path))
         self._starts = list(accumulate(sizes, initial=0))
         """First row of each row group, and the number of rows."""
 

@@ -8,11 +8,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.data.chat.read.messages import REASONING
+from trainer.data.chat.read.messages import REASONING, reasoning_of
 from trainer.data.chat.render.marks import ChatTemplate, Span
 from trainer.data.chat.sample import ChatError, Conversation
 
-_REASONING = frozenset(REASONING)
 STAND_IN = "\ue000stand-in\ue001"
 """Content that no message has."""
 
@@ -56,15 +55,15 @@ def check_presence(chat: Conversation, text: str, places: Mapping[int, list[Span
             names = [call["function"]["name"] for call in message["tool_calls"]]
             if "tool_calls" not in own.keys or not all(name in where for name in names):
                 raise _dropped(number, message, "the tool calls of this message", "use a template with tools")
-        reasoning = next((message[key] for key in REASONING if isinstance(message.get(key), str)), "").strip()
-        if reasoning and not own.keys & _REASONING:
+        reasoning = (reasoning_of(message) or "").strip()
+        if reasoning and own.keys.isdisjoint(REASONING):
             raise _dropped(number, message, "its reasoning", "take that out of the data or use another template")
         if number > last_user and reasoning not in where:
             raise _dropped(
                 number, message, "its reasoning, though it is in the last turn", "see [renderer] for options"
             )
     if chat.tools:
-        names = [tool.get("function", tool).get("name", "") for tool in chat.tools]
+        names = [tool["function"]["name"] for tool in chat.tools]
         if "tools" not in own.reads or not all(name in text for name in names):
             hint = "use a template with tools, or leave them out of the data"
             raise ChatError(f"the template leaves out the tools of this row; {hint}")

@@ -14,7 +14,7 @@ model is given to answer (its header) and ends with the token that ends its turn
 from typing import TYPE_CHECKING, Any
 
 from configs.renderer import RendererConfig
-from trainer.data.chat.read.messages import REASONING
+from trainer.data.chat.read.messages import reasoning_of
 from trainer.data.chat.render.literals import ControlTokens
 from trainer.data.chat.render.marks import ChatTemplate, RefusedError, Render, Span
 from trainer.data.chat.render.options import open_templates
@@ -99,11 +99,11 @@ def _render(template: ChatTemplate, chat: Conversation) -> Render:
 
 def _with_names_of_reasoning(chat: Conversation) -> Conversation:
     """Reasoning under the names that templates read: transformers, too, gives it both."""
-    if not any(name in message for message in chat.messages for name in REASONING):
+    if all(reasoning_of(message) is None for message in chat.messages):
         return chat
     messages = []
     for message in chat.messages:
-        reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
+        reasoning = reasoning_of(message)
         if reasoning is not None:
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         messages.append(message)
