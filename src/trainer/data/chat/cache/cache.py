@@ -91,7 +91,8 @@ def open_or_build(work: Work, *, cache_dir: Path, workers: int | None, track: Tr
         return found
     with folder.lock(
         is_made=lambda: _find(folder.path) is not None,
-        on_wait=lambda: log.info("another process tokenises %s; waiting for it", work.part.name),
+        # No fault, but info is not shown before a run has its logs.
+        on_wait=lambda: log.warning("another process tokenises %s; waiting for it", work.part.name),
     ):
         found = _find(folder.path)
         if found is None:
