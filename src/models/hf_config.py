@@ -32,6 +32,8 @@ _NOT_FIELDS = {"model_type", "dtype", "transformers_version", "_name_or_path", "
 # Code of other repositories that the config came with, and what is about weights on disk.
 _CODE = {"auto_map", "quantization_config", "_attn_implementation", "attn_implementation", "_commit_hash"}
 _LAYERS = "num_hidden_layers"
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""What configs call the ids of control tokens."""
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _ROPE_DICTS = ("rope_parameters", "rope_scaling")
 _ROPE_NUMBERS = (

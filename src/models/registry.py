@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from models.base import CausalLM
 from models.dense.modeling import DenseForCausalLM
 from models.errors import ArchError
-from models.hf_config import config_class_of, construct_config, known_fields, nearest
+from models.hf_config import SPECIAL_IDS, config_class_of, construct_config, known_fields, nearest
 
 _FAMILIES: dict[str, Callable[..., CausalLM]] = {
     "llama": DenseForCausalLM,
@@ -19,7 +19,6 @@ _FAMILIES: dict[str, Callable[..., CausalLM]] = {
     "smollm3": DenseForCausalLM,
 }
 
-_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _VOCAB_MULTIPLE = 128
 
 
@@ -49,7 +48,7 @@ def build_config(
         if tokenizer_length is None:
             raise ArchError("vocab_size", "needed where no tokenizer is given")
         fields["vocab_size"] = -(-tokenizer_length // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
-    for key in _SPECIAL_IDS:
+    for key in SPECIAL_IDS:
         fields.setdefault(key, special_ids.get(key))
 
     config = construct_config(config_class, fields)
@@ -129,7 +128,7 @@ def check_vocabulary(config: PretrainedConfig, *, tokenizer_length: int | None) 
             "vocab_size",
             f"{config.vocab_size} is less than the tokenizer's {tokenizer_length} ids: raise it or drop it",
         )
-    for key in _SPECIAL_IDS:
+    for key in SPECIAL_IDS:
         ids = getattr(config, key)
         for token_id in ids if isinstance(ids, list) else [ids]:
             if token_id is not None and not 0 <= token_id < config.vocab_size:

@@ -5,13 +5,12 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from models.errors import ArchError
-from models.hf_config import config_from_dict, config_to_dict
+from models.hf_config import SPECIAL_IDS, config_from_dict, config_to_dict
 
 VOCAB_SIZE = 64
 _HEADS = 4
 _HEAD_DIM = 16
 _INTERMEDIATE = 48
-_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def small_twin(config: PretrainedConfig) -> PretrainedConfig:
@@ -39,6 +38,7 @@ def small_twin(config: PretrainedConfig) -> PretrainedConfig:
         "intermediate_size": _INTERMEDIATE,
         "head_dim": head_dim,
         "num_key_value_heads": _kv_heads(getattr(config, "num_key_value_heads", None), num_heads),
+        **dict.fromkeys(SPECIAL_IDS, 1),
     }
     for key, size in sizes.items():
         name = names.get(key, key)
@@ -48,9 +48,6 @@ def small_twin(config: PretrainedConfig) -> PretrainedConfig:
     for name, value in values.items():
         if value == hidden_size and name.endswith(("_dim", "_size")) and name not in sizes:
             values[name] = sizes["hidden_size"]
-    for key in _SPECIAL_IDS:
-        if values.get(names.get(key, key)) is not None:
-            values[names.get(key, key)] = 1
     try:
         return config_from_dict(values)
     except ArchError as error:
