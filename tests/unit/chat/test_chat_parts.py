@@ -282,6 +282,8 @@ class TestNames:
         assert questions(open_one("splits", splits=["test"])) == ["q5"]
         assert open_one("splits").key != open_one("splits", splits=["test"]).key
         assert fault("tests") == "tests has no split 'train'; its splits are 'test': say in splits which to take"
+        save_table("none", [])
+        assert fault("none") == "none was saved without rows, or a split of it was; leave that out"
         (Path("saved") / "state.json").write_text("{")
         assert fault("saved").startswith("saved cannot be read: ")
 

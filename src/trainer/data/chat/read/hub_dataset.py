@@ -66,6 +66,8 @@ def open_saved(folder: Path, split: str | None) -> DatasetPart:
 
     try:
         loaded = load_from_disk(str(folder))
+    except IndexError as error:  # `datasets` writes no table of no rows, and cannot read that
+        raise ChatError(f"{folder} was saved without rows, or a split of it was; leave that out") from error
     except Exception as error:  # damaged tables raise every kind
         raise ChatError(f"{folder} cannot be read: {_cause(error)}") from error
     if isinstance(loaded, Dataset):
