@@ -227,6 +227,14 @@ def test_nothing_left_to_train_on_is_a_cache_too(tokenizer: Any, cache_dir: Path
         assert cache.lengths.tolist() == []
 
 
+def test_a_part_without_rows_is_named(tokenizer: Any, cache_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n  \n")
+    with pytest.raises(ConfigError, match=rf"data.name: {path} holds no rows"):
+        open_cache(path, tokenizer, cache_dir)
+    assert list(cache_dir.iterdir()) == []
+
+
 def test_the_files_do_not_depend_on_workers(
     tokenizer: Any, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

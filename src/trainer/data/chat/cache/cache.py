@@ -139,6 +139,8 @@ def _build(new: Path, folder: CacheFolder, tokeniser: Tokeniser, workers: int, t
         num_rows = work.part.num_rows
     except PlacedError as error:
         raise ConfigError.one(f"{work.key}.name", str(error)) from error
+    if not num_rows:
+        raise ConfigError.one(f"{work.key}.name", f"{work.part.name} holds no rows")
     what = f"tokenising {work.part.name}"
     track(what, 0, num_rows)
     with folder.named_faults():
