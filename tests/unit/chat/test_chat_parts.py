@@ -394,8 +394,8 @@ class TestBadRows:
             (b'{"messages": NaN}', "is not JSON: unexpected character"),
             (b"[", "is not JSON: "),
             (b'{"messages": "\xff"}', "is not UTF-8: byte 0xff at byte 15 of the line"),
-            (b"[1, 2]", "is a JSON list; every line must be one object"),
-            (b"3", "is a JSON int; every line must be one object"),
+            (b"[1, 2]", "is a list; every line must be one object"),
+            (b"null", "is null; every line must be one object"),
         ],
     )
     @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])

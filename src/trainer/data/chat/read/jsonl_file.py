@@ -20,6 +20,7 @@ import orjson
 
 from trainer.data.chat.read.json_text import read_json
 from trainer.data.chat.read.local_files import LocalFile, named_faults, require_unchanged
+from trainer.data.chat.read.messages import describe
 from trainer.data.chat.sample import PlacedError
 
 _STRIDE = 64
@@ -65,8 +66,7 @@ class JsonlFile:
             except orjson.JSONDecodeError as error:
                 raise PlacedError(f"{self._place(number)} {_not_json(line, error)}") from None
             if not isinstance(row, dict):
-                kind = "list" if isinstance(row, list) else type(row).__name__
-                raise PlacedError(f"{self._place(number)} is a JSON {kind}; every line must be one object")
+                raise PlacedError(f"{self._place(number)} is {describe(row)}; every line must be one object")
             yield row
 
     def place(self, row: int) -> str:

@@ -40,7 +40,8 @@ def _sources(tokenizer: "PreTrainedTokenizerBase", config: RendererConfig) -> tu
         try:
             source = config.template.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise ConfigError.one("renderer.template", f"{config.template} cannot be read: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError.one("renderer.template", f"{config.template} cannot be read: {reason}") from error
         return source, source
     own: Any = tokenizer.chat_template
     if isinstance(own, dict) and "default" in own:
