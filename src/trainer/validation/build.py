@@ -11,12 +11,11 @@ from trainer.data.chat.build import ChatTools, build_val_chats
 from trainer.parallel.mesh import Mesh
 from trainer.validation.chat_task import ChatTask
 from trainer.validation.scoring import Validation
-from trainer.validation.set_task import KEY as SETS
 from trainer.validation.set_task import SetTask
 from trainer.validation.task import Task
 from trainer.validation.token_bytes import adds_leading_space, token_bytes
 from trainer.validation.token_set import TokenSet
-from trainer.validation.windows import LikelihoodSet
+from trainer.validation.windows import KEY, LikelihoodSet
 
 if TYPE_CHECKING:
     import numpy as np
@@ -120,7 +119,7 @@ def _kind(path: Path) -> Literal["tokens"]:
     """How a set is stored."""
     if path.suffix == ".ds" or any(path.glob("*.ds")):
         return "tokens"
-    raise ConfigError.one(SETS, f"{path} is not a folder of token shards (*.ds)")
+    raise ConfigError.one(KEY, f"{path} is not a folder of token shards (*.ds)")
 
 
 def _special_id(tokenizer: "PreTrainedTokenizerBase", name: str) -> int | None:

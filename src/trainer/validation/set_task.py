@@ -12,9 +12,7 @@ from trainer.data.packing import pack
 from trainer.data.row import Rows
 from trainer.errors import RunError
 from trainer.validation.task import padding_rows, perplexity
-from trainer.validation.windows import LikelihoodSet
-
-KEY = "val.sets"
+from trainer.validation.windows import KEY, LikelihoodSet
 
 
 class SetTask:

@@ -9,9 +9,7 @@ from models.batch import IGNORE_INDEX
 from trainer.data.row import RowError
 from trainer.data.shards import TokenPool
 from trainer.errors import RunError
-from trainer.validation.windows import Windows, cut_windows
-
-KEY = "val.sets"
+from trainer.validation.windows import KEY, Windows, cut_windows
 
 
 class TokenSet:

@@ -9,6 +9,9 @@ from typing import Protocol
 
 import numpy as np
 
+KEY = "val.sets"
+"""Of the config, where faults of sets are reported."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
