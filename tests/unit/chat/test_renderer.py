@@ -441,6 +441,16 @@ def test_rewritten_history_without_a_loop_is_refused(parts: Callable[..., list[s
         parts(template, say("a", "b", "c", "d"))
 
 
+def test_a_prompt_that_answers_do_not_begin_with(parts: Callable[..., list[str]]) -> None:
+    """The model is given a start of reasoning that an answer without reasoning lacks: nothing of the answer is taken
+    for it."""
+    start = "{% if add_generation_prompt %}{{ '<|turn|>assistant:"
+    assert parts(REASONER.replace(start, f"{start}<think>"), say("Hi", "Hello", "and?", "Bye, bye")) == [
+        "Hello<|stop|>",
+        "Bye, bye<|stop|>",
+    ]
+
+
 def test_rewritten_history_by_the_rounds_of_the_loop(parts: Callable[..., list[str]]) -> None:
     template = (
         "{% for m in messages %}{{ '<|turn|>' + m.role + ':' }}{{ '(last)' if loop.last and m.role == 'assistant' }}"
@@ -574,6 +584,8 @@ def test_a_date_is_asked_for(tokenizer_of: Callable[..., Any]) -> None:
         Renderer(tokenizer_of(DATED), RendererConfig())
     renderer = Renderer(tokenizer_of(DATED), RendererConfig(date=datetime.date(2026, 11, 5)))
     assert renderer.render(chat_of(say("a", "b"))).text.startswith("05 Nov 2026<|im_start|>")
+    other = Renderer(tokenizer_of(DATED), RendererConfig(date=datetime.date(2026, 11, 6)))
+    assert other.key != renderer.key, "or a cache of another day would be taken"
 
 
 def test_date_by_name(tokenizer_of: Callable[..., Any]) -> None:
