@@ -1,5 +1,6 @@
 """Which rows a step reads: positions in the stream of all epochs, with ranges passed over on purpose."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,8 @@ from configs.errors import ConfigError
 
 _MAX_SHOWN = 80
 """Characters of a value in a message: a checkpoint's state may hold anything."""
+
+_DIGEST = re.compile("[0-9a-f]{32,}")
 
 _MAX_POSITION = 2**62
 """Positions are counted in int64."""
@@ -107,6 +110,8 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
 
 
 def _change(name: str, before: Any, after: Any) -> str:
+    if all(isinstance(value, str) and _DIGEST.fullmatch(value) for value in (before, after)):
+        return f"{name} has other contents"
     return f"{name} was {_shown(before)} and is {_shown(after)}"
 
 

@@ -623,9 +623,7 @@ def test_template_from_a_file(tokenizer_of: Callable[..., Any], tmp_path: Path) 
     file.write_text(REASONER)
     renderer = Renderer(tokenizer_of(CHATML), RendererConfig(template=file))
     assert renderer.render(chat_of(say("a", "b"))).text == "<s><|turn|>user:a<|stop|>\n<|turn|>assistant:b<|stop|>\n"
-    with pytest.raises(
-        ConfigError, match=r"renderer.template: .*none.jinja cannot be read: No such file"
-    ):
+    with pytest.raises(ConfigError, match=r"renderer.template: .*none.jinja cannot be read: No such file"):
         Renderer(tokenizer_of(CHATML), RendererConfig(template=tmp_path / "none.jinja"))
 
 

@@ -13,7 +13,7 @@ from configs.errors import ConfigError
 from trainer.data.fake import FakeSource
 from trainer.data.loader import RowLoader
 from trainer.data.row import RowSource
-from trainer.data.stream import RowStream
+from trainer.data.stream import RowStream, differences
 from trainer.data.tokens import TokensSource
 
 MakeSource = Callable[..., TokensSource]
@@ -98,6 +98,11 @@ def test_other_data_is_refused(
         other.load_state_dict(state, 3)
     assert caught.value.faults[0].key == "resume"
     assert named in caught.value.faults[0].message
+
+
+def test_digests_are_no_reading_matter() -> None:
+    then, now = {"parts": {"1": {"samples": "0a" * 16, "rows": 3}}}, {"parts": {"1": {"samples": "1b" * 16, "rows": 4}}}
+    assert differences(then, now) == ["parts.1.rows was 3 and is 4", "parts.1.samples has other contents"]
 
 
 @pytest.mark.parametrize("lost", ["epoch", "index", "skips", "fingerprint"])
