@@ -21,6 +21,7 @@ import pytest
 from configs.data import LossMaskConfig, SFTDataConfig
 from configs.errors import ConfigError
 from configs.renderer import RendererConfig
+from trainer.data.chat.build import ChatTools, build_chats
 from trainer.data.chat.cache import cache as cache_module
 from trainer.data.chat.cache import files as cache_files
 from trainer.data.chat.cache import folder as cache_folder
@@ -233,6 +234,16 @@ def test_a_part_without_rows_is_named(tokenizer: Any, cache_dir: Path, tmp_path:
     with pytest.raises(ConfigError, match=rf"data.name: {path} holds no rows"):
         open_cache(path, tokenizer, cache_dir)
     assert list(cache_dir.iterdir()) == []
+
+
+def test_the_log_says_how_loss_is_found(
+    tokenizer: Any, cache_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = SFTDataConfig(name=str(write(tmp_path / "chats.jsonl", chats(2))))
+    tools = ChatTools(tokenizer=tokenizer, renderer=RendererConfig(), cache_dir=cache_dir, track=untracked)
+    caplog.set_level(logging.INFO)
+    build_chats(config, tools, vocab_size=10**6)
+    assert caplog.messages == ["template of data: loss by the template's own marks"]
 
 
 def test_the_files_do_not_depend_on_workers(

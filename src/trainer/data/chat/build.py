@@ -1,5 +1,6 @@
 """From a table of conversations to its source of rows."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,15 @@ from trainer.data.chat.cache.cache import open_or_build
 from trainer.data.chat.cache.tokenise import Work
 from trainer.data.chat.read.conversation import LossRules
 from trainer.data.chat.read.parts import open_parts
+from trainer.data.chat.render.renderer import Renderer
 from trainer.data.chat.selection import CachedPart, RowOptions
 from trainer.data.chat.source import ChatSource
 from trainer.data.row import Track
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +92,14 @@ def _build(
     """Args:
     order: the rest of RowOptions.
     """
-    tokenizer = tools.tokenizer
+    tokenizer, rules = tools.tokenizer, LossRules.of(config)
+    log.info("template of %s: %s", key, Renderer(tokenizer, tools.renderer, rules.roles).description)
     # Any token would do: padding carries no loss and is attended by nothing else.
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     padding_id = next((id_ for id_ in known if isinstance(id_, int) and id_ < vocab_size), 0)
     parts = []
     for part in open_parts(config):
-        work = Work(part=part, tokenizer=tokenizer, renderer=tools.renderer, rules=LossRules.of(config), key=key)
+        work = Work(part=part, tokenizer=tokenizer, renderer=tools.renderer, rules=rules, key=key)
         samples = open_or_build(
             work, cache_dir=config.cache_dir or tools.cache_dir, workers=config.cache_workers, track=tools.track
         )
