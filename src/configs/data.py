@@ -13,6 +13,9 @@ from configs.model import is_hub_id
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".txt", ".gz", ".zst", ".zip")
 _SUM_TOLERANCE = 1e-6
 
+LONGEST_ROW = 1 << 24
+"""Tokens: buffers of rows and plans grow with it, and far more is a slip of the keyboard."""
+
 Packing = Literal["best_fit", "sequential", "none"]
 Overflow = Literal["truncate", "drop", "split", "error"]
 StoppingStrategy = Literal["first_exhausted", "all_exhausted"]
@@ -26,7 +29,7 @@ def is_dataset_id(name: str) -> bool:
 class RowsConfig(BaseConfig):
     """What all data types share."""
 
-    seq_len: int = Field(default=2048, ge=2)
+    seq_len: int = Field(default=2048, ge=2, le=LONGEST_ROW)
     """Tokens per row."""
 
     batch_size: int = Field(default=128, ge=1)

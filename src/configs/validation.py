@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from configs.base import BaseConfig, PlainName
-from configs.data import ChatConfig
+from configs.data import LONGEST_ROW, ChatConfig
 from configs.errors import Fault
 
 
@@ -25,7 +25,7 @@ class ValChatConfig(ChatConfig):
 
     type: Literal["sft"] = "sft"
 
-    seq_len: int = Field(default=2048, ge=2)
+    seq_len: int = Field(default=2048, ge=2, le=LONGEST_ROW)
     """Tokens per row."""
 
     micro_batch_size: int = Field(default=1, ge=1)

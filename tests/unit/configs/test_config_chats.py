@@ -117,3 +117,10 @@ def test_tables_of_chats_read_back_too():
     assert json.loads(text)["data"]["subsets"] == ["easy", None]
     write("sft.json", text)
     assert resolve(["@", "sft.json"]).config == config
+
+
+def test_rows_of_a_slip_of_the_keyboard_are_refused():
+    assert fault_lines("--data.seq-len", "99999999999") == [
+        "data.seq_len (flag --data.seq-len): must be at most 16777216, got 99999999999"
+    ]
+    assert sft("--data.seq-len", "16777216").config.data.seq_len == 1 << 24
