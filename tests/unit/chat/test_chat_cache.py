@@ -501,24 +501,23 @@ def test_who_comes_while_another_is_at_it_waits(
     assert len(found(cache_dir)) == 1
 
 
-def test_only_leftovers_are_removed(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this machine all that are there when the lock is had; of others those that nobody writes to any more."""
+def test_only_leftovers_are_removed(cache_dir: Path) -> None:
+    """Of this cache and machine all that are there when the lock is had; of others those that nobody writes to."""
     folder = CacheFolder(cache_dir, "chats-1", key="data.cache_dir")
     folder.path.mkdir(parents=True)
-    names = {
-        "own": f".chats-1.{folder._host}.0123",
-        "fresh": ".chats-1.elsewhere.0123",
-        "old": ".chats-1.elsewhere.4567",
-        "another": f".chats-2.{folder._host}.0123",
-    }
-    for name in names.values():
+    end = "0123456789abcdef" * 2
+    own, other = f".chats-1.{folder._host}.{end}", f".chats-2.{folder._host}.{end}"
+    away, away_long, other_long = f".chats-1.away.{end}", f".chats-1.away.{end[::-1]}", f".chats-2.away.{end}"
+    for name in (own, other, away, away_long, other_long, ".config.of.others", "chats-2"):
         (cache_dir / name).mkdir()
         (cache_dir / name / "tokens.arrow").touch()
-    for path in (cache_dir / names["old"] / "tokens.arrow", cache_dir / names["old"]):
-        os.utime(path, (0, time.time() - 25 * 3600))
+        if name not in (own, other, away):
+            for path in (cache_dir / name / "tokens.arrow", cache_dir / name):
+                os.utime(path, (0, time.time() - 25 * 3600))
     with folder.lock(is_made=lambda: False, on_wait=lambda: None):
         pass
-    assert {path.name for path in cache_dir.iterdir()} == {"chats-1", names["fresh"], names["another"]}
+    left = {"chats-1", other, away, ".config.of.others", "chats-2"}
+    assert {path.name for path in cache_dir.iterdir()} == left
 
 
 BUILDER = """

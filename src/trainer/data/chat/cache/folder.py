@@ -7,6 +7,7 @@ leftovers.
 
 import errno
 import os
+import re
 import shutil
 import socket
 import time
@@ -23,8 +24,8 @@ from trainer.locks import is_at, try_lock
 _WAIT_SECONDS = 0.1
 
 _STRANGER_SECONDS = 24 * 3600.0
-"""Another machine's hidden folder is a leftover when nothing was written there for so long: a lock need not reach
-other machines (Lustre's localflock)."""
+"""The hidden folder of another machine or cache is a leftover when nothing was written there for so long: a lock need
+not reach other machines (Lustre's localflock)."""
 
 _NO_FAULT_OF_THE_CONFIG = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -134,15 +135,20 @@ class CacheFolder:
         return self._parent / f".{self.path.name}.{suffix}"
 
     def _remove_leftovers(self) -> None:
-        """Delete what killed builders left. Called with the lock, so none is at work on this machine."""
+        """Delete what killed builders left. Called with the lock, so none makes this cache on this machine."""
         now = time.time()
-        for folder in self._parent.glob(f".{self.path.name}.*.*"):
+        for folder in filter(_is_hidden, self._parent.iterdir()):
             with suppress(OSError):
                 if self._is_own(folder) or now - _last_change(folder) > _STRANGER_SECONDS:
                     shutil.rmtree(folder)
 
     def _is_own(self, folder: Path) -> bool:
         return folder.name.startswith(self._hidden(f"{self._host}.").name)
+
+
+def _is_hidden(folder: Path) -> bool:
+    """It has a name that `making` gives: the user may keep other things beside caches."""
+    return re.fullmatch(r"\..+\.\w+\.[0-9a-f]{32}", folder.name) is not None
 
 
 def _last_change(folder: Path) -> float:
