@@ -197,6 +197,11 @@ def read_config(folder: Path) -> PretrainedConfig:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
+        if (folder / "adapter_config.json").is_file():
+            message = (
+                f"{folder} holds adapters of peft and no model: merge them (export-hf --merge does that of a run's)"
+            )
+            raise ArchError("", message) from error
         raise ArchError("", f"{path} does not exist: a Hugging Face model folder has one") from error
     except OSError as error:
         raise ArchError("", f"{path} cannot be read: {error.strerror}") from error

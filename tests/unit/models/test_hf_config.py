@@ -414,3 +414,9 @@ def test_any_config_builds_and_is_restored_or_is_refused_with_a_message(model_ty
         return
     stored = json.dumps(config_to_dict(config))
     assert json.dumps(config_to_dict(config_from_dict(json.loads(stored)))) == stored
+
+
+def test_a_folder_of_adapters_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ArchError, match="holds adapters of peft and no model: merge them"):
+        read_config(tmp_path)
