@@ -390,6 +390,17 @@ def test_calls_that_the_template_leaves_out(parts: Callable[..., list[str]]) -> 
         parts(CHATML, messages)
 
 
+def test_what_a_template_leaves_out_beside_what_looks_like_it(parts: Callable[..., list[str]]) -> None:
+    """Field case R40: a call that another one is like, and a content that the call's arguments say too."""
+    asks = {"role": "assistant", "content": "", "tool_calls": [call("ZQTOOL", x=1), call("ZQTOOL", x=2)]}
+    first = REASONER.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+    with pytest.raises(ChatError, match=r"message 2 \(assistant\): the template leaves out the tool calls"):
+        parts(first, [*say("q"), asks])
+    either = REASONER.replace("{{ m.content | trim }}", "{{ m.content | trim if not m.tool_calls }}")
+    with pytest.raises(ChatError, match=r"message 2 \(assistant\): the template leaves out this message"):
+        parts(either, [*say("q"), {"role": "assistant", "content": "now", "tool_calls": [call("ZQTOOL", when="now")]}])
+
+
 @pytest.mark.parametrize(("role", "place"), [("developer", 0), ("developer", 2), ("system", 2)])
 def test_message_that_the_template_drops(parts: Callable[..., list[str]], role: str, place: int) -> None:
     """Field case R42: a developer's or a late system message; also one that says what the template itself writes."""

@@ -47,13 +47,13 @@ def check_presence(chat: Conversation, text: str, places: Mapping[int, list[Span
     last_user = max((number for number, message in enumerate(chat.messages) if message["role"] == "user"), default=-1)
     for number, message in enumerate(chat.messages):
         where = "".join([text[start:stop] for start, stop in places.get(number, [])])
-        if not where or not shown_in(where, message["content"]):
+        if not where or not shown_in(where, message["content"]) or _is_in_calls(message):
             if message["content"].strip() and not _reacts(chat, number, own):
                 raise _dropped(number, message, "this message", _hint(message["role"]))
             where = where or text
         if "tool_calls" in message:
             names = [call["function"]["name"] for call in message["tool_calls"]]
-            if "tool_calls" not in own.keys or not all(name in where for name in names):
+            if "tool_calls" not in own.keys or any(where.count(name) < names.count(name) for name in names):
                 raise _dropped(number, message, "the tool calls of this message", "use a template with tools")
         reasoning = (reasoning_of(message) or "").strip()
         if reasoning and own.keys.isdisjoint(REASONING):
@@ -67,6 +67,14 @@ def check_presence(chat: Conversation, text: str, places: Mapping[int, list[Span
         if "tools" not in own.reads or not all(name in text for name in names):
             hint = "use a template with tools, or leave them out of the data"
             raise ChatError(f"the template leaves out the tools of this row; {hint}")
+
+
+def _is_in_calls(message: dict[str, Any]) -> bool:
+    """Whether the calls of a message say its content too: to find it proves nothing then."""
+    if "tool_calls" not in message:
+        return False
+    content = message["content"].strip()
+    return bool(content) and content in json.dumps(message["tool_calls"], ensure_ascii=False)
 
 
 def _reacts(chat: Conversation, number: int, own: ChatTemplate) -> bool:
