@@ -91,8 +91,9 @@ def launch(
     """
     from trainer.elastic import WorkerGroup
 
-    # Preflight fetched all that there is to fetch; workers that asked again could be given another revision.
-    env = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
+    # Preflight fetched the datasets; workers that asked again could be given another revision. Not HF_HUB_OFFLINE:
+    # with it transformers 5.17 refuses cached tokenizers that have no config.json beside them.
+    env = {"PYTHONSAFEPATH": "1", "HF_DATASETS_OFFLINE": "1"}
     if "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = str(max(1, _num_cores() // num_workers))
     arguments = (str(attempt.dir), str(attempt.number), str(os.getpid()))

@@ -138,10 +138,10 @@ def test_workers_get_their_environment_and_each_logs_to_its_file(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "0")
     attempt = run("""
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "PYTHONSAFEPATH")
-        values = [*(os.environ[name] for name in names), os.environ["HF_HUB_OFFLINE"]]
+        values = [*(os.environ[name] for name in names), os.environ["HF_DATASETS_OFFLINE"]]
         logging.getLogger("trainer.test").info("env " + " ".join(values))
         logging.getLogger("elsewhere").info("other libraries are only heard from warning on")
         os.write(1, f"native {rank}\\n".encode())
