@@ -68,7 +68,7 @@ def conversations(count: int, *, mix: str = "chat", seed: int = 0) -> list[dict[
     """Rows with `messages`: a system message in every third one, questions, and answers four times as long."""
     kinds, sizes = _draw(count, mix, seed)
     generator = np.random.default_rng([seed, 1])
-    words = " ".join(pydoc_data.topics.topics.values()).split(" ")
+    words = [word for word in " ".join(pydoc_data.topics.topics.values()).split(" ") if word.strip()]
     starts = generator.integers(0, len(words), count).tolist()
     turns = (1 + generator.random(count) * np.array([kind.turns for kind in MIXES[mix]])[kinds]).astype(int).tolist()
     with_system = (generator.random(count) < 1 / 3).tolist()
