@@ -195,7 +195,7 @@ class TestToolCalls:
             (["f"], "has a tool call that is text, not an object"),
             ([{"arguments": {}}], "has a tool call without the name of a function"),
             ([{"function": "f"}], "has a tool call whose function is text, not an object"),
-            ([{"name": "f", "arguments": "{"}], "the arguments of its call of 'f' cannot be read as JSON: "),
+            ([{"name": "f", "arguments": "{"}], "has arguments of its call of 'f' that cannot be read as JSON: "),
             ([{"name": "f", "arguments": "[1]"}], "has a list as the arguments of its call of 'f', not an object"),
             ([{"name": "f", "parameters": {}}], "has a call of 'f' with parameters; arguments is the key for them"),
         ],

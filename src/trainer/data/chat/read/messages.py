@@ -164,7 +164,7 @@ def _read_content(content: Any) -> str:
 
 
 def _read_calls(calls: Any) -> list[dict[str, Any]]:
-    calls = from_json(calls, "its tool_calls") if isinstance(calls, str) else calls
+    calls = from_json(calls, "has tool_calls that") if isinstance(calls, str) else calls
     if not isinstance(calls, list):
         raise ChatError(f"has {describe(calls)} as its tool_calls, not a list")
     return [_read_call(call) for call in calls]
@@ -190,7 +190,7 @@ def _read_call(call: Any) -> dict[str, Any]:
         raise ChatError(f"has a call of {name!r} with parameters; arguments is the key for them")
     if isinstance(arguments, str):
         # Calls without arguments are often written as the empty text.
-        arguments = from_json(arguments, f"the arguments of its call of {name!r}") if arguments else {}
+        arguments = from_json(arguments, f"has arguments of its call of {name!r} that") if arguments else {}
     if not isinstance(arguments, dict | None):
         raise ChatError(f"has {describe(arguments)} as the arguments of its call of {name!r}, not an object")
     rest = {key: value for key, value in function.items() if value is not None and key not in ("name", "arguments")}
