@@ -151,8 +151,10 @@ def test_help_and_faults_of_the_config_do_not_wait_for_torch() -> None:
 def test_a_signal_before_workers_are_started_ends_the_command_and_says_so(argv: list[str], name: str) -> None:
     """Field case R114: with nothing to save, it ends at once, as it would by default."""
     code = (
-        "import os, signal, sys, trainer.launch\n"
-        f"trainer.launch.count_workers = lambda config: os.kill(os.getpid(), signal.{name})\n"
+        "import signal, sys, threading, trainer.launch\n"
+        # To this thread: what is sent to the process may be taken by another while this one runs on.
+        "me = threading.get_ident()\n"
+        f"trainer.launch.count_workers = lambda config: signal.pthread_kill(me, signal.{name})\n"
         f"from trainer.sft import main; sys.argv[1:] = {argv!r}; main()"
     )
     result = _python(code)

@@ -209,7 +209,8 @@ def test_a_stop_in_a_save_ends_two_steps_later(
     save, write, asked = stopped.checkpointer.save, stopped.checkpointer._write, threading.Event()
 
     def write_and_ask(*arguments: Any, **options: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        # To the main thread: another might take what is sent to the process, later than `asked` is seen.
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
         asked.set()
         write(*arguments, **options)
 
