@@ -1,5 +1,6 @@
 """A data folder with everything in it that some loader would run or follow."""
 
+import json
 import os
 import pickle
 from collections.abc import Callable
@@ -8,11 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from datasets import Dataset
 
-from configs.data import TokensDataConfig
+from configs.data import SFTDataConfig, TokensDataConfig
 from configs.errors import ConfigError
+from configs.renderer import RendererConfig
 from trainer.data.build import build_source
-from trainer.data.row import Rows
+from trainer.data.chat.build import ChatTools, build_chats
+from trainer.data.row import Rows, untracked
+from trainer.tokenizer import load_tokenizer
 
 DOCUMENTS = [40, 41, 0] * 20
 
@@ -27,15 +32,9 @@ class Touch:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A sound shard among planted files, each of which would make `ran`."""
-    folder, ran = tmp_path / "data", tmp_path / "ran"
-    folder.mkdir()
-    shard = folder / "00000.ds"
-    np.array(DOCUMENTS, "<u2").tofile(shard)
-    np.arange(3, 61, 3).astype("<u8").tofile(f"{shard}.index")
-    Path(f"{shard}.metadata").write_text("tiny|2\n60\n")
+def plant(folder: Path) -> None:
+    """Files that would make `ran` beside the folder."""
+    ran = folder.parent / "ran"
     pickled = pickle.dumps(Touch(ran))
     for name in ("data.pkl", "00000.pt", "pytorch_model.bin", "state.pickle", "00001.npy", ".metadata", "cache.arrow"):
         (folder / name).write_bytes(pickled)
@@ -44,6 +43,32 @@ def folder(tmp_path: Path) -> Path:
         (folder / name).write_text(code)
     (folder / "dataset_infos.json").write_text('{"builder_name": "data", "download": "file:///etc/passwd"}')
     (folder / "models.pth").write_text(code)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A sound shard among planted files."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    shard = folder / "00000.ds"
+    np.array(DOCUMENTS, "<u2").tofile(shard)
+    np.arange(3, 61, 3).astype("<u8").tofile(f"{shard}.index")
+    Path(f"{shard}.metadata").write_text("tiny|2\n60\n")
+    plant(folder)
+    return folder
+
+
+@pytest.fixture(params=["lines", "saved"])
+def chats(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A conversation among planted files: in a file, or in a folder saved by `datasets`."""
+    row = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+    folder = tmp_path / "data"
+    if request.param == "saved":
+        Dataset.from_list([row]).save_to_disk(folder)
+    else:
+        folder.mkdir()
+        (folder / "chats.jsonl").write_text(json.dumps(row) + "\n")
+    plant(folder)
     return folder
 
 
@@ -60,6 +85,22 @@ def test_planted_files_are_not_opened(folder: Path, monkeypatch: pytest.MonkeyPa
     source.fill(0, np.arange(source.num_rows), rows)
     assert set(rows.input_ids.flatten().tolist()) == {0, 40, 41}
     assert not (folder.parent / "ran").exists()
+
+
+def test_planted_files_beside_chats_are_not_opened(
+    chats: Path, byte_chat_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Field case R120, for conversations."""
+    monkeypatch.chdir(chats)
+    tools = ChatTools(
+        tokenizer=load_tokenizer(str(byte_chat_tokenizer)),
+        renderer=RendererConfig(),
+        cache_dir=chats.parent / "cache",
+        track=untracked,
+    )
+    source = build_chats(SFTDataConfig(name=str(chats), seq_len=128), tools, vocab_size=300)
+    assert (source.counts.rows, source.counts.loss_tokens) == (1, 2)
+    assert not (chats.parent / "ran").exists()
 
 
 @pytest.mark.parametrize("ending", ["", ".index", ".metadata", ".loss"])
