@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,6 +44,14 @@ def _texts(seed: int, count: int) -> list[str]:
             text += str(generator.choice([" ", " ", " ", ", ", ".\n"]))
         texts.append(text[: max(1, size)])
     return texts
+
+
+def pytest_configure() -> None:
+    """A shell's background job has Ctrl-C ignored, one of nohup SIGHUP: what is started here must not inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -154,8 +154,6 @@ def test_a_signal_before_workers_are_started_ends_the_command_and_says_so(argv: 
         "import signal, sys, threading, trainer.launch\n"
         # To this thread: what is sent to the process may be taken by another while this one runs on.
         "me = threading.get_ident()\n"
-        # What nohup has told to be ignored stays so, and these tests may run under it.
-        f"signal.signal(signal.{name}, signal.SIG_DFL)\n"
         f"trainer.launch.count_workers = lambda config: signal.pthread_kill(me, signal.{name})\n"
         f"from trainer.sft import main; sys.argv[1:] = {argv!r}; main()"
     )
