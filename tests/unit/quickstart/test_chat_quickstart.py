@@ -1,7 +1,7 @@
 """The quickstart for chats without training: its data, its tokenizer, its config and its score."""
 
-import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,22 +20,14 @@ ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "examples" / "quickstart"
 
 
-def _script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"quickstart_{name}", QUICKSTART / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="module")
+def chats(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    return load_script("chats")
 
 
 @pytest.fixture(scope="module")
-def chats() -> ModuleType:
-    return _script("chats")
-
-
-@pytest.fixture(scope="module")
-def score() -> ModuleType:
-    return _script("score")
+def score(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    return load_script("score")
 
 
 @pytest.fixture(scope="module")

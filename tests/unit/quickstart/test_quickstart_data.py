@@ -1,8 +1,8 @@
 """The shipped quickstart data is what its README says, and whole."""
 
-import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -20,16 +20,8 @@ from trainer.validation.token_bytes import token_bytes
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
 
 
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"quickstart_{name}", QUICKSTART / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
-def bigram() -> ModuleType:
+def bigram(load_script: Callable[[str], ModuleType]) -> ModuleType:
     return load_script("bigram")
 
 
@@ -99,7 +91,7 @@ def test_documents_lie_on_their_side_by_their_text(bigram: ModuleType) -> None:
     assert all(rule.is_held_out(text) for text in bigram.read_documents(QUICKSTART / "heldout"))
 
 
-def test_near_duplicates_go() -> None:
+def test_near_duplicates_go(load_script: Callable[[str], ModuleType]) -> None:
     corpus = load_script("corpus")
     lines = [f"a line that is long enough, number {n}\n" for n in range(10)]
     documents = {"part": "".join(lines[:4]), "whole": "".join(lines), "other": "".join(lines[:2]) + "x" * 30 + "\n" * 2}
@@ -109,7 +101,9 @@ def test_near_duplicates_go() -> None:
 
 
 @pytest.mark.skipif(sys.version_info[:3] != (3, 11, 7), reason="the shipped data are of CPython 3.11.7's library")
-def test_the_two_commands_give_the_same_files_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_two_commands_give_the_same_files_again(
+    load_script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["corpus.py"])
     load_script("corpus").main()
