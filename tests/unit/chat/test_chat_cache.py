@@ -21,18 +21,18 @@ import pytest
 from configs.data import LossMaskConfig, SFTDataConfig
 from configs.errors import ConfigError
 from configs.renderer import RendererConfig
+from trainer.data import cache_folder
+from trainer.data.cache_folder import CacheFolder
 from trainer.data.chat.build import ChatTools, build_chats
 from trainer.data.chat.cache import cache as cache_module
 from trainer.data.chat.cache import files as cache_files
-from trainer.data.chat.cache import folder as cache_folder
 from trainer.data.chat.cache import pool as tokenise_pool
 from trainer.data.chat.cache.cache import SampleCache, open_or_build
-from trainer.data.chat.cache.folder import CacheFolder
 from trainer.data.chat.cache.record import Drop
 from trainer.data.chat.cache.tokenise import Tokeniser, Work
 from trainer.data.chat.read.conversation import LossRules
 from trainer.data.chat.read.parts import open_parts
-from trainer.data.chat.sample import PlacedError
+from trainer.data.errors import PlacedError
 from trainer.data.row import untracked
 from trainer.errors import RunError
 
@@ -419,7 +419,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tokenizer: Any, cache_dir: Path,
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert str(caught.value) == (
-        f"tokenised conversations cannot be written to {cache_dir}: {os.strerror(errno.EFBIG)}. Make space there, or "
+        f"tokenised data cannot be written to {cache_dir}: {os.strerror(errno.EFBIG)}. Make space there, or "
         "give another folder as data.cache_dir"
     )
     assert found(cache_dir) == []

@@ -19,7 +19,7 @@ from configs.errors import ConfigError
 from configs.validation import ValChatConfig
 from trainer.data.chat.read.conversation import LossRules, read_conversation
 from trainer.data.chat.read.parts import Part, open_parts
-from trainer.data.chat.sample import PlacedError
+from trainer.data.errors import PlacedError
 
 RULES = LossRules(roles=frozenset({"assistant"}), last_turn_only=False)
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from configs.data import SFTDataConfig
 from trainer.data.chat.read.conversation import LossRules, check_columns, read_conversation
-from trainer.data.chat.sample import ChatError, Conversation, UnusableError
+from trainer.data.chat.sample import Conversation, UnusableError
+from trainer.data.errors import DataError
 
 ANSWERS = LossRules(roles=frozenset({"assistant"}), last_turn_only=False)
 LAST = LossRules(roles=frozenset({"assistant"}), last_turn_only=True)
@@ -34,7 +35,7 @@ def trains(*messages: dict[str, Any], rules: LossRules = ANSWERS) -> list[bool]:
 
 
 def fault(row: dict[str, Any], rules: LossRules = ANSWERS) -> str:
-    with pytest.raises(ChatError) as caught:
+    with pytest.raises(DataError) as caught:
         read_conversation(row, rules)
     return str(caught.value)
 
@@ -83,7 +84,7 @@ class TestColumns:
         )
         assert fault({}).endswith("the columns are none")
         check_columns(["id", "prompt", "completion"])
-        with pytest.raises(ChatError, match="the columns are 'completion'"):
+        with pytest.raises(DataError, match="the columns are 'completion'"):
             check_columns(["completion"])
 
     @pytest.mark.parametrize(
@@ -314,7 +315,7 @@ ROWS = st.fixed_dictionaries(
 def test_any_row_is_read_dropped_or_refused(row: dict[str, Any]):
     try:
         conversation = read_conversation(row, LAST)
-    except (UnusableError, ChatError):
+    except (UnusableError, DataError):
         return
     assert len(conversation.messages) == len(conversation.trains) and sum(conversation.trains) == 1
     for message in conversation.messages:

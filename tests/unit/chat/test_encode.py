@@ -14,7 +14,8 @@ import pytest
 
 from configs.errors import ConfigError
 from trainer.data.chat.encode.encoder import Encoder
-from trainer.data.chat.sample import ChatError, Rendered
+from trainer.data.chat.sample import Rendered
+from trainer.data.errors import DataError
 
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
 CORPUS = [
@@ -252,7 +253,7 @@ def test_a_tokenizer_that_takes_spelled_control_tokens_all_the_same_is_refused()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.add_special_tokens([UNK, BOS, EOS])
     encoder = Encoder(_wrap(tokenizer))
-    with pytest.raises(ChatError, match=r"spells '</s>', and the tokenizer cannot be told to read that as ordinary"):
+    with pytest.raises(DataError, match=r"spells '</s>', and the tokenizer cannot be told to read that as ordinary"):
         encoder.encode([rendered(f"a {EOS} a", literal=[(2, 6)])])
 
 
@@ -396,7 +397,7 @@ def test_unknown_words_are_no_control_tokens() -> None:
 def test_half_a_character_is_told(
     text: str, literal: list[tuple[int, int]] | None, backend: Callable[[str], Any]
 ) -> None:
-    with pytest.raises(ChatError, match="holds half of a character"):
+    with pytest.raises(DataError, match="holds half of a character"):
         Encoder(_wrap(backend("byte-level"))).encode([rendered("fine"), rendered(text, literal=literal)])
 
 
@@ -405,7 +406,7 @@ def test_text_that_cannot_be_tokenised_is_told() -> None:
 
     tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="missing"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    with pytest.raises(ChatError, match="cannot be tokenised: WordLevel error: Missing"):
+    with pytest.raises(DataError, match="cannot be tokenised: WordLevel error: Missing"):
         Encoder(_wrap(tokenizer)).encode([rendered("b")])
 
 

@@ -17,7 +17,8 @@ from configs.renderer import RendererConfig
 from configs.sft import SFTConfig
 from trainer.data.chat.encode.encoder import Encoder
 from trainer.data.chat.render.renderer import Renderer
-from trainer.data.chat.sample import ChatError, Conversation, Rendered, UnusableError
+from trainer.data.chat.sample import Conversation, Rendered, UnusableError
+from trainer.data.errors import DataError
 
 Messages = list[dict[str, Any]]
 
@@ -286,18 +287,18 @@ def test_own_marks(parts: Callable[..., list[str]], tokenizer_of: Callable[..., 
 
 def test_own_marks_that_are_wrong(parts: Callable[..., list[str]]) -> None:
     head = "{{ '<|im_start|>assistant\n' }}"
-    with pytest.raises(ChatError, match=r"message 2 \(assistant\): the template's marks do not enclose what it says"):
+    with pytest.raises(DataError, match=r"message 2 \(assistant\): the template's marks do not enclose what it says"):
         parts(own(head + "{{ m.content }}", "{{ '<|im_end|>\n' }}"), say("Hi", "Hello"))
-    with pytest.raises(ChatError, match=r"message 2 \(assistant\): the template ends it with no control token"):
+    with pytest.raises(DataError, match=r"message 2 \(assistant\): the template ends it with no control token"):
         parts(own(head, "{{ m.content }}", "{{ '\n' }}"), say("Hi", "Hello"))
     # The control token behind the marks is the header of the next message.
-    with pytest.raises(ChatError, match=r"message 2 \(assistant\): the template ends it with no control token"):
+    with pytest.raises(DataError, match=r"message 2 \(assistant\): the template ends it with no control token"):
         parts(own(head, "{{ m.content }}{{ '<|im_end|>' if loop.last }}"), say("Hi", "Hello", "and?", "Bye"))
     # What it says lacks what the message has in front: that is no end.
-    with pytest.raises(ChatError, match=r"message 2 \(assistant\): the template ends it with no control token"):
+    with pytest.raises(DataError, match=r"message 2 \(assistant\): the template ends it with no control token"):
         parts(own(head, "{{ m.content.split('</think>')[-1] }}"), say("Hi", "<think>hm</think>Hello"))
     twice = own(head, "{{ m.content + '<|im_end|>\n' }}") + "{% generation %}!{% endgeneration %}"
-    with pytest.raises(ChatError, match="marks enclose 2 parts, but there are 1 assistant messages"):
+    with pytest.raises(DataError, match="marks enclose 2 parts, but there are 1 assistant messages"):
         parts(twice, say("Hi", "Hello"))
 
 
@@ -370,7 +371,7 @@ def test_reasoning_is_supervised(tokenizer_of: Callable[..., Any], key: str) -> 
 
 def test_reasoning_that_the_template_has_no_place_for(parts: Callable[..., list[str]]) -> None:
     """Field case R32: it is not dropped without a word."""
-    with pytest.raises(ChatError, match=r"message 2 \(assistant\): the template leaves out its reasoning; take"):
+    with pytest.raises(DataError, match=r"message 2 \(assistant\): the template leaves out its reasoning; take"):
         parts(CHATML, [*say("q"), {"role": "assistant", "content": "A", "reasoning_content": "ZQX"}])
 
 
@@ -379,14 +380,14 @@ def test_tools_are_in_the_text(tokenizer_of: Callable[..., Any]) -> None:
     renderer = Renderer(tokenizer_of(REASONER), RendererConfig())
     assert "ZQTOOL" in renderer.render(chat_of(say("q", "a"), TOOLS)).text
     assert "ZQTOOL" not in renderer.render(chat_of(say("q", "a"))).text
-    with pytest.raises(ChatError, match="leaves out the tools of this row"):
+    with pytest.raises(DataError, match="leaves out the tools of this row"):
         Renderer(tokenizer_of(CHATML), RendererConfig()).render(chat_of(say("q", "a"), TOOLS))
 
 
 def test_calls_that_the_template_leaves_out(parts: Callable[..., list[str]]) -> None:
     """Field case R40."""
     messages = [*say("q"), {"role": "assistant", "content": "", "tool_calls": [call("ZQTOOL")]}]
-    with pytest.raises(ChatError, match=r"message 2 \(assistant\): the template leaves out the tool calls"):
+    with pytest.raises(DataError, match=r"message 2 \(assistant\): the template leaves out the tool calls"):
         parts(CHATML, messages)
 
 
@@ -394,10 +395,10 @@ def test_what_a_template_leaves_out_beside_what_looks_like_it(parts: Callable[..
     """Field case R40: a call that another one is like, and a content that the call's arguments say too."""
     asks = {"role": "assistant", "content": "", "tool_calls": [call("ZQTOOL", x=1), call("ZQTOOL", x=2)]}
     first = REASONER.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
-    with pytest.raises(ChatError, match=r"message 2 \(assistant\): the template leaves out the tool calls"):
+    with pytest.raises(DataError, match=r"message 2 \(assistant\): the template leaves out the tool calls"):
         parts(first, [*say("q"), asks])
     either = REASONER.replace("{{ m.content | trim }}", "{{ m.content | trim if not m.tool_calls }}")
-    with pytest.raises(ChatError, match=r"message 2 \(assistant\): the template leaves out this message"):
+    with pytest.raises(DataError, match=r"message 2 \(assistant\): the template leaves out this message"):
         parts(either, [*say("q"), {"role": "assistant", "content": "now", "tool_calls": [call("ZQTOOL", when="now")]}])
 
 
@@ -410,7 +411,7 @@ def test_message_that_the_template_drops(parts: Callable[..., list[str]], role: 
     for content in ("SENTINEL", "user", "a"):
         messages = say("a", "b", "a", "b")
         messages.insert(place, {"role": role, "content": content})
-        with pytest.raises(ChatError, match=rf"message {place + 1} \({role}\): the template leaves out this message"):
+        with pytest.raises(DataError, match=rf"message {place + 1} \({role}\): the template leaves out this message"):
             parts(known, messages)
     messages = say("a", "b", "a", "b")
     messages.insert(place, {"role": role, "content": "SENTINEL"})
@@ -420,7 +421,7 @@ def test_message_that_the_template_drops(parts: Callable[..., list[str]], role: 
 def test_system_message_that_only_the_last_question_would_show(parts: Callable[..., list[str]]) -> None:
     """Field case R42: Mistral's v0.3 template writes the system message if the last message of all is a user's."""
     template = mistral(system="last").replace("loop.index0 == ns.last", "loop.last")
-    with pytest.raises(ChatError, match=r"message 1 \(system\): the template leaves out this message"):
+    with pytest.raises(DataError, match=r"message 1 \(system\): the template leaves out this message"):
         parts(template, [{"role": "system", "content": "s"}, *say("q", "a")])
 
 
@@ -433,7 +434,7 @@ def test_template_refuses_a_row(parts: Callable[..., list[str]]) -> None:
 
 
 def test_template_fails_on_a_row(parts: Callable[..., list[str]]) -> None:
-    with pytest.raises(ChatError, match=r"the template fails on this row: UndefinedError: .*no attribute 'nothing'"):
+    with pytest.raises(DataError, match=r"the template fails on this row: UndefinedError: .*no attribute 'nothing'"):
         parts(CHATML + "{{ messages[0].nothing.more }}", say("a", "b"))
 
 
@@ -447,7 +448,7 @@ def test_rewritten_history_without_a_loop_is_refused(parts: Callable[..., list[s
     )
     assert parts(template, say("a", "b")) == ["(last)b<|stop|>"]
     with pytest.raises(
-        ChatError, match=r"message 2 \(assistant\) cannot be found exactly in the text: .*otherwise once"
+        DataError, match=r"message 2 \(assistant\) cannot be found exactly in the text: .*otherwise once"
     ):
         parts(template, say("a", "b", "c", "d"))
 
@@ -478,16 +479,16 @@ def test_round_with_another_message_in_it_is_refused(parts: Callable[..., list[s
         "{% endif %}{{ '<|stop|>' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|turn|>assistant:' }}{% endif %}"
     )
-    with pytest.raises(ChatError, match=r"message 2 \(assistant\) cannot be found exactly in the text"):
+    with pytest.raises(DataError, match=r"message 2 \(assistant\) cannot be found exactly in the text"):
         parts(template, [*say("a", "b"), {"role": "tool", "content": "RESULT"}, *say("c", first="assistant")])
 
 
 def test_answers_without_an_end_are_refused(parts: Callable[..., list[str]]) -> None:
     template = "{% for m in messages %}{{ '\n\n' + m.role + ': ' + m.content }}{% endfor %}"
     template += "{% if add_generation_prompt %}{{ '\n\nassistant: ' }}{% endif %}"
-    with pytest.raises(ChatError, match=r"message 2 \(assistant\): the template ends it with no control token"):
+    with pytest.raises(DataError, match=r"message 2 \(assistant\): the template ends it with no control token"):
         parts(template, say("a", "b"))
-    with pytest.raises(ChatError, match="spells a control token, and the template adds none"):
+    with pytest.raises(DataError, match="spells a control token, and the template adds none"):
         parts(template, say("a", "b<|stop|>"))
 
 
@@ -548,7 +549,7 @@ def test_template_that_looks_for_a_control_token(tokenizer_of: Callable[..., Any
 
 def test_template_that_minds_a_control_token_in_its_own_way(tokenizer_of: Callable[..., Any]) -> None:
     tokenizer = tokenizer_of("{{ messages[0].content | length }}" + CHATML)
-    with pytest.raises(ChatError, match=r"spells the control token '<\|stop\|>' and the template treats that text"):
+    with pytest.raises(DataError, match=r"spells the control token '<\|stop\|>' and the template treats that text"):
         _literals(tokenizer, chat_of(say("a <|stop|>", "b")))
 
 
@@ -649,5 +650,5 @@ def test_a_template_for_tools(tokenizer_of: Callable[..., Any]) -> None:
 def test_template_has_no_way_into_python(tokenizer_of: Callable[..., Any]) -> None:
     """Templates come from hubs: they run in Jinja's sandbox."""
     for code in ("{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{% set n = namespace(__class__=1) %}"):
-        with pytest.raises(ChatError, match="the template fails on this row: SecurityError"):
+        with pytest.raises(DataError, match="the template fails on this row: SecurityError"):
             Renderer(tokenizer_of(CHATML + code), RendererConfig()).render(chat_of(say("a", "b")))

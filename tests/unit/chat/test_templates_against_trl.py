@@ -21,7 +21,8 @@ import pytest
 from configs.renderer import RendererConfig
 from trainer.data.chat.encode.encoder import Encoder
 from trainer.data.chat.render.renderer import Renderer
-from trainer.data.chat.sample import ChatError, Conversation, Rendered, Sample, UnusableError
+from trainer.data.chat.sample import Conversation, Rendered, Sample, UnusableError
+from trainer.data.errors import DataError
 
 trl = pytest.importorskip("trl", reason="trl, whose templates these tests take, is not installed")
 
@@ -189,7 +190,7 @@ def _render_all(
             with pytest.raises(jinja2.TemplateError):
                 tokenizer.apply_chat_template(chat.messages, tools=chat.tools, tokenize=False)
             outcomes["unusable"] += 1
-        except ChatError as error:
+        except DataError as error:
             outcomes[f"refused: {next((why for part, why in REASONS.items() if part in str(error)), str(error))}"] += 1
     return rendered
 

@@ -13,17 +13,6 @@ class UnusableError(Exception):
     """
 
 
-class ChatError(Exception):
-    """A fault of the data or its template that nobody should train over: the run is refused.
-
-    The message says what is wrong and what to do; whoever knows the file and row puts them in front.
-    """
-
-
-class PlacedError(ChatError):
-    """A ChatError whose message names the file and row already: one that came up in reading the row."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
     """A row in the one form that templates get."""

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from configs.errors import ConfigError
+from trainer.data.cache_folder import CacheFolder
 from trainer.data.chat.cache.files import SAMPLES, TOKENS, TableWriter, open_tables
-from trainer.data.chat.cache.folder import CacheFolder
 from trainer.data.chat.cache.pool import default_workers, tokenise_part
 from trainer.data.chat.cache.record import RECORD, Drop, Record, read_record, write_record
 from trainer.data.chat.cache.tokenise import Chunk, Tokeniser, Work
-from trainer.data.chat.sample import PlacedError, Sample
+from trainer.data.chat.sample import Sample
+from trainer.data.errors import PlacedError
 from trainer.data.row import Track
 from trainer.text import first_line
 

@@ -11,7 +11,8 @@ from trainer.data.chat.encode.encoder import Encoder
 from trainer.data.chat.read.conversation import LossRules, read_conversation
 from trainer.data.chat.read.parts import Part
 from trainer.data.chat.render.renderer import Renderer
-from trainer.data.chat.sample import ChatError, PlacedError, Rendered, Sample, UnusableError
+from trainer.data.chat.sample import Rendered, Sample, UnusableError
+from trainer.data.errors import DataError, PlacedError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,7 +92,7 @@ class Tokeniser:
                 except UnusableError as error:
                     growing.dropped.append((row, str(error)))
                     continue
-                except ChatError as error:
+                except DataError as error:
                     raise self._fault(row, error) from error
                 waiting.append((row, rendered))
                 chars += len(rendered.text)
@@ -110,7 +111,7 @@ class Tokeniser:
     def _encode(self, rendered: list[tuple[int, Rendered]], growing: "_Growing") -> None:
         try:
             samples = self.encoder.encode([one for _, one in rendered])
-        except ChatError:
+        except DataError:
             samples = [self._encode_one(row, one) for row, one in rendered]
         for (row, one), sample in zip(rendered, samples, strict=True):
             growing.add(row, sample, len(one.literal_spans))
@@ -118,10 +119,10 @@ class Tokeniser:
     def _encode_one(self, row: int, rendered: Rendered) -> Sample:
         try:
             return self.encoder.encode([rendered])[0]
-        except ChatError as error:
+        except DataError as error:
             raise self._fault(row, error) from error
 
-    def _fault(self, row: int, error: ChatError) -> ConfigError:
+    def _fault(self, row: int, error: DataError) -> ConfigError:
         return ConfigError.one(f"{self.work.key}.name", f"{self.work.part.place(row)}: {error}")
 
 

@@ -18,7 +18,8 @@ from configs.errors import ConfigError
 from trainer.data.chat.encode.byte_tokens import ByteTokens, byte_tokens
 from trainer.data.chat.encode.literal_encoder import LiteralEncoder
 from trainer.data.chat.encode.loss_places import loss_by_bytes, loss_by_offsets
-from trainer.data.chat.sample import ChatError, Rendered, Sample
+from trainer.data.chat.sample import Rendered, Sample
+from trainer.data.errors import DataError
 from trainer.text import first_line
 from trainer.tokenizer import special_ids
 
@@ -64,7 +65,7 @@ class Encoder:
         """Tokenise conversations. No token is added to those of the text.
 
         Raises:
-            ChatError: one of them cannot be tokenised, or not so that its loss is exact.
+            DataError: one of them cannot be tokenised, or not so that its loss is exact.
         """
         texts = [one.text for one in rendered if not one.literal_spans]
         try:
@@ -73,10 +74,10 @@ class Encoder:
             else:
                 encodings = iter(self._backend.encode_batch_fast(texts, add_special_tokens=False))  # without offsets
             return [self._sample(one, None if one.literal_spans else next(encodings)) for one in rendered]
-        except ChatError:
+        except DataError:
             raise
         except Exception as error:  # tokenizers raises plain Exception, for a word without an unknown token for one
-            raise ChatError(_describe(error, [one.text for one in rendered])) from error
+            raise DataError(_describe(error, [one.text for one in rendered])) from error
 
     def _sample(self, rendered: Rendered, encoding: "Encoding | None") -> Sample:
         if encoding is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.data.chat.sample import ChatError
+from trainer.data.errors import DataError
 from trainer.text import listed
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class LiteralEncoder:
             (tokens,) int32 ids, and (tokens,) int64 starts and ends of their text
 
         Raises:
-            ChatError: the tokenizer makes control tokens of them all the same.
+            DataError: the tokenizer makes control tokens of them all the same.
         """
         masked = _fill(text, literal_spans)
         plain = self._backend.encode(masked, add_special_tokens=False)
@@ -91,15 +91,15 @@ class LiteralEncoder:
         ids = np.array(encoding.ids, np.int32)
         marks = np.flatnonzero(ids == self._marked.token_to_id(_MARK))
         if marks.size != len(meant):
-            raise ChatError("holds the characters U+FDD0 and U+FDD1, which are no text")
+            raise DataError("holds the characters U+FDD0 and U+FDD1, which are no text")
         ids[marks] = [number for _, _, number in meant]
         places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         places += np.array(shifts)[np.searchsorted(mark_ends, places, "right")]
         return ids, places[:, 0], places[:, 1]
 
-    def _refusal(self, text: str, literal_spans: list[tuple[int, int]]) -> ChatError:
+    def _refusal(self, text: str, literal_spans: list[tuple[int, int]]) -> DataError:
         spelled = listed(list(dict.fromkeys(repr(text[start:stop]) for start, stop in literal_spans)))
-        return ChatError(
+        return DataError(
             f"spells {spelled}, and the tokenizer cannot be told to read that as ordinary text; change the text"
         )
 

@@ -4,7 +4,8 @@ import unicodedata
 
 import numpy as np
 
-from trainer.data.chat.sample import ChatError, Rendered
+from trainer.data.chat.sample import Rendered
+from trainer.data.errors import DataError
 
 
 def loss_by_bytes(ends: np.ndarray, rendered: Rendered, num_bytes: int) -> np.ndarray:
@@ -54,13 +55,13 @@ def loss_by_offsets(starts: np.ndarray, ends: np.ndarray, rendered: Rendered) ->
         (tokens,) bool
 
     Raises:
-        ChatError: the places are not in order.
+        DataError: the places are not in order.
     """
     spans = _spans(rendered)
     if not spans.size or not starts.size:
         return np.zeros(starts.size, bool)
     if (starts[1:] < starts[:-1]).any() or (ends[1:] < ends[:-1]).any():
-        raise ChatError("the tokenizer does not say which text its tokens come from, so loss cannot be placed")
+        raise DataError("the tokenizer does not say which text its tokens come from, so loss cannot be placed")
     loss = _meets(starts, ends, spans)
     # A composed character has the place of its first part alone.
     follow = np.append(starts, len(rendered.text))[np.searchsorted(starts, starts, "right")]

@@ -10,7 +10,8 @@ from typing import Any
 
 from configs.data import ChatConfig
 from trainer.data.chat.read.messages import describe, from_json, is_empty_answer, read_message, read_tool
-from trainer.data.chat.sample import ChatError, Conversation, UnusableError
+from trainer.data.chat.sample import Conversation, UnusableError
+from trainer.data.errors import DataError
 from trainer.text import listed
 
 _COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "tool_defs", "chat_template_kwargs")
@@ -44,7 +45,7 @@ def read_conversation(row: Mapping[str, Any], rules: LossRules) -> Conversation:
 
     Raises:
         UnusableError: there are no messages, or none of them carries loss.
-        ChatError: the row has no known form.
+        DataError: the row has no known form.
     """
     given, prompt_length = _find_messages(row)
     if not given:
@@ -55,9 +56,9 @@ def read_conversation(row: Mapping[str, Any], rules: LossRules) -> Conversation:
         try:
             message, wish = read_message(raw)
             if number < prompt_length and wish:
-                raise ChatError("asks for loss, but is part of the prompt; only the completion can carry loss")
-        except ChatError as error:
-            raise ChatError(f"message {number + 1} {error}") from None
+                raise DataError("asks for loss, but is part of the prompt; only the completion can carry loss")
+        except DataError as error:
+            raise DataError(f"message {number + 1} {error}") from None
         wanted = message["role"] in rules.roles if wish is None else wish
         if wanted and number >= prompt_length:
             answers += 1
@@ -79,12 +80,12 @@ def read_columns(columns: list[str], table: str) -> list[str]:
     """The columns that are read of a table.
 
     Raises:
-        ChatError: naming the table, where its rows cannot be conversations.
+        DataError: naming the table, where its rows cannot be conversations.
     """
     try:
         check_columns(columns)
-    except ChatError as error:
-        raise ChatError(f"{table}: {error}") from None
+    except DataError as error:
+        raise DataError(f"{table}: {error}") from None
     return [column for column in columns if column in _COLUMNS]
 
 
@@ -92,12 +93,12 @@ def check_columns(columns: list[str]) -> None:
     """Refuse rows that cannot be conversations.
 
     Raises:
-        ChatError: naming the columns.
+        DataError: naming the columns.
     """
     if "messages" in columns or "conversations" in columns or {"prompt", "completion"} <= set(columns):
         return
     found = listed([repr(column) for column in columns], most=12) or "none"
-    raise ChatError(f"there is neither messages nor prompt with completion; the columns are {found}")
+    raise DataError(f"there is neither messages nor prompt with completion; the columns are {found}")
 
 
 def _find_messages(row: Mapping[str, Any]) -> tuple[list[Any], int]:
@@ -121,16 +122,16 @@ def _turn(row: Mapping[str, Any], column: str, role: str) -> list[Any]:
 def _as_list(value: Any, column: str) -> list[Any]:
     value = from_json(value, f"the text in {column}") if isinstance(value, str) else value
     if not isinstance(value, list):
-        raise ChatError(f"{column} is {describe(value)}, not a list")
+        raise DataError(f"{column} is {describe(value)}, not a list")
     return value
 
 
 def _find_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     if row.get("chat_template_kwargs"):
-        raise ChatError("options of the template per row (chat_template_kwargs) are not supported; use [renderer]")
+        raise DataError("options of the template per row (chat_template_kwargs) are not supported; use [renderer]")
     given = [column for column in ("tools", "tool_defs") if row.get(column)]
     if not given:
         return None
     if len(given) > 1:
-        raise ChatError("both tools and tool_defs are given; leave one of them out")
+        raise DataError("both tools and tool_defs are given; leave one of them out")
     return [read_tool(tool) for tool in _as_list(row[given[0]], given[0])] or None

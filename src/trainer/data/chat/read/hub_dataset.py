@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.data import ChatPart
-from trainer.data.chat.read.arrow_rows import RowMaker
 from trainer.data.chat.read.conversation import read_columns
-from trainer.data.chat.read.local_files import content_key, list_tables
-from trainer.data.chat.sample import ChatError, PlacedError
+from trainer.data.errors import DataError, PlacedError
+from trainer.data.tables.arrow_rows import RowMaker
+from trainer.data.tables.local_files import content_key, list_tables
 from trainer.text import first_line, listed
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class DatasetPart:
 
     def __init__(self, name: str, dataset: "Dataset", key: dict[str, Any]) -> None:
         """Raises:
-        ChatError: no column holds messages.
+        DataError: no column holds messages.
         """
         columns = read_columns(dataset.column_names, name)
         self.name = name
@@ -59,7 +59,7 @@ def open_saved(folder: Path, split: str | None) -> DatasetPart:
     """A folder that `datasets` saved; of several splits the one asked for, else "train".
 
     Raises:
-        ChatError: it is damaged, or has no such split.
+        DataError: it is damaged, or has no such split.
         OSError: it cannot be read.
     """
     from datasets import Dataset, load_from_disk
@@ -67,20 +67,20 @@ def open_saved(folder: Path, split: str | None) -> DatasetPart:
     try:
         loaded = load_from_disk(str(folder))
     except IndexError as error:  # `datasets` writes no table of no rows, and cannot read that
-        raise ChatError(f"{folder} was saved without rows, or a split of it was; leave that out") from error
+        raise DataError(f"{folder} was saved without rows, or a split of it was; leave that out") from error
     except Exception as error:  # damaged tables raise every kind
-        raise ChatError(f"{folder} cannot be read: {_cause(error)}") from error
+        raise DataError(f"{folder} cannot be read: {_cause(error)}") from error
     if isinstance(loaded, Dataset):
         own = str(loaded.split or "train")
         if split not in (None, own):
-            raise ChatError(
+            raise DataError(
                 f"{folder} has no split {split!r}: it is one dataset, saved as {own!r}; leave the split out"
             )
         return DatasetPart(str(folder), loaded, content_key(list_tables(folder), folder))
     chosen = split or "train"
     if chosen not in loaded:
         there = listed([repr(str(name)) for name in loaded])
-        raise ChatError(f"{folder} has no split {chosen!r}; its splits are {there}: say in splits which to take")
+        raise DataError(f"{folder} has no split {chosen!r}; its splits are {there}: say in splits which to take")
     tables = list_tables(folder / chosen)
     return DatasetPart(f"{folder} ({chosen})", loaded[chosen], content_key(tables, folder / chosen))
 
@@ -89,7 +89,7 @@ def open_hub(part: ChatPart) -> DatasetPart:
     """A dataset of the hub, downloaded where its cache does not have it. Code in it never runs.
 
     Raises:
-        ChatError: the hub or its cache does not give it, or the cache alone would not say which subset is meant.
+        DataError: the hub or its cache does not give it, or the cache alone would not say which subset is meant.
     """
     from datasets import load_dataset
 
@@ -98,7 +98,7 @@ def open_hub(part: ChatPart) -> DatasetPart:
     try:
         dataset: Any = load_dataset(part.name, part.subset, split=split)
     except Exception as error:  # datasets, the hub's client and its network raise every kind
-        raise ChatError(
+        raise DataError(
             f"there is no file or folder {part.name} here, and the Hugging Face hub does not give the dataset {name}: "
             f"{_cause(error)}. Without network, download it where there is one and copy the hub's cache (HF_HOME), or "
             "give a .jsonl or .parquet file"
@@ -112,13 +112,13 @@ def _check_only_subset(name: str, dataset: "Dataset") -> None:
     """The workers of a run have the cache only, and there no subset is the default.
 
     Raises:
-        ChatError: the cache holds others.
+        DataError: the cache holds others.
     """
     for file in dataset.cache_files[:1]:
         *_, own, version, revision, _ = Path(file["filename"]).parts  # of <cache>/<dataset>/
         found = sorted(path.parts[-3] for path in Path(file["filename"]).parents[3].glob(f"*/{version}/{revision}"))
         if found != [own]:
-            raise ChatError(
+            raise DataError(
                 f"the cache of datasets holds {name} with the subsets {listed(found)}: say which to take, that of the "
                 f'hub\'s choice is subsets = ["{own}"]'
             )

@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
-from trainer.data.chat.read.json_text import read_json
-from trainer.data.chat.sample import ChatError
+from trainer.data.errors import DataError
+from trainer.data.tables.json_text import read_json
 from trainer.text import listed
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -32,10 +32,10 @@ def read_message(message: Any) -> tuple[dict[str, Any], bool | None]:
     """The message as templates get it, and whether it is to carry loss, where its `train` or `weight` says so.
 
     Raises:
-        ChatError: it has no known form.
+        DataError: it has no known form.
     """
     if not isinstance(message, dict):
-        raise ChatError(f"is {describe(message)}, not an object with role and content")
+        raise DataError(f"is {describe(message)}, not an object with role and content")
     role, content = message.get("role"), message.get("content")
     if type(role) is not str or role not in _KNOWN_ROLES:
         raise _bad_role(message)
@@ -47,13 +47,13 @@ def read_message(message: Any) -> tuple[dict[str, Any], bool | None]:
     read["content"] = _read_content(content)
     for key in REASONING:
         if not isinstance(read.get(key, ""), str):
-            raise ChatError(f"has {describe(read[key])} as its {key}, not text")
+            raise DataError(f"has {describe(read[key])} as its {key}, not text")
     if "function_call" in read:
-        raise ChatError("has a function_call; write it as tool_calls")
+        raise DataError("has a function_call; write it as tool_calls")
     if "tool_calls" in read:
         calls = _read_calls(read.pop("tool_calls"))
         if calls and role != "assistant":
-            raise ChatError(f"has tool_calls, but its role is {role}")
+            raise DataError(f"has tool_calls, but its role is {role}")
         # Some templates ask whether there is such a key, not whether there is a call.
         if calls:
             read["tool_calls"] = calls
@@ -78,18 +78,18 @@ def read_tool(tool: Any) -> dict[str, Any]:
     """The description of a tool in OpenAI's form, which templates expect: a flat one is put under `function`.
 
     Raises:
-        ChatError: it has no known form.
+        DataError: it has no known form.
     """
     tool = from_json(tool, "a tool") if isinstance(tool, str) else tool
     if not isinstance(tool, dict):
-        raise ChatError(f"a tool is {describe(tool)}, not an object")
+        raise DataError(f"a tool is {describe(tool)}, not an object")
     function = tool.get("function")
     if function is None:
         if not isinstance(tool.get("name"), str):
-            raise ChatError('a tool has neither name nor function; write {"name", "description", "parameters"}')
+            raise DataError('a tool has neither name nor function; write {"name", "description", "parameters"}')
         function, tool = {key: value for key, value in tool.items() if key != "type"}, {"type": "function"}
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ChatError("the function of a tool is no object with a name")
+        raise DataError("the function of a tool is no object with a name")
     if isinstance(function.get("parameters"), str):
         parameters = from_json(function["parameters"], f"the parameters of tool {function['name']!r}")
         function = {**function, "parameters": parameters}
@@ -100,12 +100,12 @@ def from_json(text: str, what: str) -> Any:
     """What the JSON text says.
 
     Raises:
-        ChatError: it is no JSON.
+        DataError: it is no JSON.
     """
     try:
         return read_json(text)
     except orjson.JSONDecodeError as error:
-        raise ChatError(f"{what} cannot be read as JSON: {error.msg} at character {error.pos + 1}") from None
+        raise DataError(f"{what} cannot be read as JSON: {error.msg} at character {error.pos + 1}") from None
 
 
 def describe(value: Any) -> str:
@@ -116,28 +116,28 @@ def describe(value: Any) -> str:
     return kinds.get(type(value), f"a {type(value).__name__}")
 
 
-def _bad_role(message: dict[str, Any]) -> ChatError:
+def _bad_role(message: dict[str, Any]) -> DataError:
     role = message.get("role")
     if role is None and message.get("from") is not None and "value" in message:
-        return ChatError(
+        return DataError(
             "has from and value (ShareGPT's form); rename them to role (human: user, gpt: assistant) and content"
         )
     if role is None:
         keys = listed([repr(key) for key in message]) or "none"
-        return ChatError(f"has no role; its keys are {keys}")
+        return DataError(f"has no role; its keys are {keys}")
     if not isinstance(role, str):
-        return ChatError(f"has {describe(role)} as its role, not text")
+        return DataError(f"has {describe(role)} as its role, not text")
     hint = f" ({_ROLE_HINTS[role]!r} here)" if role in _ROLE_HINTS else ""
-    return ChatError(f"has the unknown role {role[:80]!r}{hint}; roles are {', '.join(ROLES)}")
+    return DataError(f"has the unknown role {role[:80]!r}{hint}; roles are {', '.join(ROLES)}")
 
 
 def _wish(message: dict[str, Any]) -> bool | None:
     wishes = {key: message[key] for key in ("train", "weight") if message.get(key) is not None}
     for key, value in wishes.items():
         if not isinstance(value, int | float) or value not in (0, 1):
-            raise ChatError(f"has {str(value)[:80]!r} as its {key}; 0 and 1 are possible")
+            raise DataError(f"has {str(value)[:80]!r} as its {key}; 0 and 1 are possible")
     if len({bool(value) for value in wishes.values()}) > 1:
-        raise ChatError("has a train and a weight that contradict each other")
+        raise DataError("has a train and a weight that contradict each other")
     return bool(next(iter(wishes.values()))) if wishes else None
 
 
@@ -147,7 +147,7 @@ def _read_content(content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ChatError(f"has {describe(content)} as its content, not text; write it as a JSON string")
+        raise DataError(f"has {describe(content)} as its content, not text; write it as a JSON string")
     texts = []
     for part in content:
         if not isinstance(part, dict):
@@ -159,40 +159,40 @@ def _read_content(content: Any) -> str:
         else:
             texts.append(part["text"])
             continue
-        raise ChatError(f'has a part {what} in its content; only {{"type": "text", "text": ...}} can be trained on')
+        raise DataError(f'has a part {what} in its content; only {{"type": "text", "text": ...}} can be trained on')
     return "".join(texts)
 
 
 def _read_calls(calls: Any) -> list[dict[str, Any]]:
     calls = from_json(calls, "has tool_calls that") if isinstance(calls, str) else calls
     if not isinstance(calls, list):
-        raise ChatError(f"has {describe(calls)} as its tool_calls, not a list")
+        raise DataError(f"has {describe(calls)} as its tool_calls, not a list")
     return [_read_call(call) for call in calls]
 
 
 def _read_call(call: Any) -> dict[str, Any]:
     """`{"name", "arguments"}`, alone or under `function`, to `{"id", "type", "function": {"name", "arguments"}}`."""
     if not isinstance(call, dict):
-        raise ChatError(f"has a tool call that is {describe(call)}, not an object")
+        raise DataError(f"has a tool call that is {describe(call)}, not an object")
     call = {key: value for key, value in call.items() if value is not None}
     if "function" in call:
         outer, function = call, call["function"]
         if not isinstance(function, dict):
-            raise ChatError(f"has a tool call whose function is {describe(function)}, not an object")
+            raise DataError(f"has a tool call whose function is {describe(function)}, not an object")
     else:
         outer = {key: call[key] for key in ("id", "type") if key in call}
         function = {key: value for key, value in call.items() if key not in outer}
     name = function.get("name")
     if not isinstance(name, str):
-        raise ChatError("has a tool call without the name of a function")
+        raise DataError("has a tool call without the name of a function")
     arguments: Any = function.get("arguments")
     if arguments is None and "parameters" in function:
-        raise ChatError(f"has a call of {name!r} with parameters; arguments is the key for them")
+        raise DataError(f"has a call of {name!r} with parameters; arguments is the key for them")
     if isinstance(arguments, str):
         # Calls without arguments are often written as the empty text.
         arguments = from_json(arguments, f"has arguments of its call of {name!r} that") if arguments else {}
     if not isinstance(arguments, dict | None):
-        raise ChatError(f"has {describe(arguments)} as the arguments of its call of {name!r}, not an object")
+        raise DataError(f"has {describe(arguments)} as the arguments of its call of {name!r}, not an object")
     rest = {key: value for key, value in function.items() if value is not None and key not in ("name", "arguments")}
     identity: dict[str, Any] = {"id": outer["id"]} if "id" in outer else {}
     others = {key: value for key, value in outer.items() if key not in ("id", "type", "function")}

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 from configs.data import ChatConfig, ChatPart, SFTDataConfig, is_dataset_id
 from configs.errors import ConfigError, Fault
-from trainer.data.chat.read.file_part import open_files
+from trainer.data.chat.read.conversation import read_columns
 from trainer.data.chat.read.hub_dataset import is_saved, open_hub, open_saved
-from trainer.data.chat.sample import ChatError
+from trainer.data.errors import DataError
+from trainer.data.tables.file_part import open_files
 
 
 class Part(Protocol):
@@ -67,7 +68,7 @@ def open_parts(config: ChatConfig) -> list[Part]:
     for part in config.parts:
         try:
             parts.append(_open_part(part))
-        except ChatError as error:
+        except DataError as error:
             faults.append(Fault(key=key, message=str(error)))
     if faults:
         raise ConfigError(faults)
@@ -79,16 +80,16 @@ def _open_part(part: ChatPart) -> Part:
     try:
         if not path.exists():
             if not is_dataset_id(part.name):
-                raise ChatError(f"{path} does not exist")
+                raise DataError(f"{path} does not exist")
             return open_hub(part)
         if path.is_file():
             if part.subset is not None:
-                raise ChatError(f"{path} is a file and has no subset {part.subset!r}")
-            return open_files(path, part.split)
+                raise DataError(f"{path} is a file and has no subset {part.subset!r}")
+            return open_files(path, part.split, read_columns)
         if part.subset is not None:
             path = path / part.subset
             if not path.is_dir():
-                raise ChatError(f"there is no folder {path} for the subset {part.subset!r} of {part.name}")
-        return open_saved(path, part.split) if is_saved(path) else open_files(path, part.split)
+                raise DataError(f"there is no folder {path} for the subset {part.subset!r} of {part.name}")
+        return open_saved(path, part.split) if is_saved(path) else open_files(path, part.split, read_columns)
     except OSError as error:
-        raise ChatError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
+        raise DataError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error

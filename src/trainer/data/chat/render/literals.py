@@ -15,7 +15,8 @@ from os.path import commonprefix
 from typing import Any
 
 from trainer.data.chat.render.marks import Span
-from trainer.data.chat.sample import ChatError, Conversation
+from trainer.data.chat.sample import Conversation
+from trainer.data.errors import DataError
 
 Form = Callable[[Conversation], str]
 """Renders a conversation to text."""
@@ -58,10 +59,10 @@ class ControlTokens:
             names: the source of the template.
 
         Raises:
-            ChatError: they cannot be told apart from those of the template.
+            DataError: they cannot be told apart from those of the template.
         """
         if any(_OPEN in string or _CLOSE in string for string in _strings([chat.messages, chat.tools])):
-            raise ChatError("a message has both text that spells a control token and characters U+F0F00 or U+F0F01")
+            raise DataError("a message has both text that spells a control token and characters U+F0F00 or U+F0F01")
         found = self._compare(chat, text, form, lambda *_: True)
         if found is not None:
             return found
@@ -105,8 +106,8 @@ class ControlTokens:
         return f"{_OPEN}{chr(_FIRST_DIGIT + self._numbers[token])}{_CLOSE}"
 
 
-def _inseparable(token: str) -> ChatError:
-    return ChatError(
+def _inseparable(token: str) -> DataError:
+    return DataError(
         f"a message spells the control token {token!r} and the template treats that text in its own way, so it cannot "
         "be kept apart from the template's own; take it out of the data"
     )

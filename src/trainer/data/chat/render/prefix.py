@@ -14,7 +14,8 @@ from typing import Any
 from trainer.data.chat.render.literals import ControlTokens
 from trainer.data.chat.render.marks import ChatTemplate, RefusedError, Render, Span
 from trainer.data.chat.render.presence import STAND_IN, shown_in, with_stand_in
-from trainer.data.chat.sample import ChatError, Conversation
+from trainer.data.chat.sample import Conversation
+from trainer.data.errors import DataError
 
 ADVICE = "Use a template with {% generation %} marks around what the assistant says (renderer.template)"
 
@@ -44,7 +45,7 @@ class Unmarked:
         """Start and stop in the text of what a message adds after its header, up to the end of its turn.
 
         Raises:
-            ChatError: neither way is exact.
+            DataError: neither way is exact.
         """
         start, stop = self._body(chat, render, number)
         end = self._control.end_in(render.text, start, stop)
@@ -65,7 +66,7 @@ class Unmarked:
             found = self._round(chat, whole, number) if assistant else None
             if found is None:
                 what = f"{place(chat, number)} cannot be found exactly in the text"
-                raise ChatError(f"{what}: {error}. {ADVICE}") from None
+                raise DataError(f"{what}: {error}. {ADVICE}") from None
             return found
 
     def strip_start(self, text: str) -> str:
@@ -146,10 +147,10 @@ def place(chat: Conversation, number: int) -> str:
     return f"message {number + 1} ({chat.messages[number]['role']})"
 
 
-def no_end(chat: Conversation, number: int) -> ChatError:
+def no_end(chat: Conversation, number: int) -> DataError:
     """An answer that a model would never learn to stop after."""
     what = f"{place(chat, number)}: the template ends it with no control token"
-    return ChatError(f"{what}. Use a template that writes one inside {{% generation %}} marks (renderer.template)")
+    return DataError(f"{what}. Use a template that writes one inside {{% generation %}} marks (renderer.template)")
 
 
 def _check(before: str, after: str, text: str) -> None:

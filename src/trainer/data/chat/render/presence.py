@@ -10,7 +10,8 @@ from typing import Any
 
 from trainer.data.chat.read.messages import REASONING, reasoning_of
 from trainer.data.chat.render.marks import ChatTemplate, Span
-from trainer.data.chat.sample import ChatError, Conversation
+from trainer.data.chat.sample import Conversation
+from trainer.data.errors import DataError
 
 STAND_IN = "\ue000stand-in\ue001"
 """Content that no message has."""
@@ -42,7 +43,7 @@ def check_presence(chat: Conversation, text: str, places: Mapping[int, list[Span
         own: the template that wrote it.
 
     Raises:
-        ChatError: naming role and position.
+        DataError: naming role and position.
     """
     last_user = max((number for number, message in enumerate(chat.messages) if message["role"] == "user"), default=-1)
     for number, message in enumerate(chat.messages):
@@ -66,7 +67,7 @@ def check_presence(chat: Conversation, text: str, places: Mapping[int, list[Span
         names = [tool["function"]["name"] for tool in chat.tools]
         if "tools" not in own.reads or not all(name in text for name in names):
             hint = "use a template with tools, or leave them out of the data"
-            raise ChatError(f"the template leaves out the tools of this row; {hint}")
+            raise DataError(f"the template leaves out the tools of this row; {hint}")
 
 
 def _is_in_calls(message: dict[str, Any]) -> bool:
@@ -95,5 +96,5 @@ def _hint(role: str) -> str:
             return "use another template (renderer.template)"
 
 
-def _dropped(number: int, message: dict[str, Any], what: str, hint: str) -> ChatError:
-    return ChatError(f"message {number + 1} ({message['role']}): the template leaves out {what}; {hint}")
+def _dropped(number: int, message: dict[str, Any], what: str, hint: str) -> DataError:
+    return DataError(f"message {number + 1} ({message['role']}): the template leaves out {what}; {hint}")

@@ -20,7 +20,8 @@ from trainer.data.chat.render.marks import ChatTemplate, RefusedError, Render, S
 from trainer.data.chat.render.options import open_templates
 from trainer.data.chat.render.presence import check_presence
 from trainer.data.chat.render.ways import choose_way
-from trainer.data.chat.sample import ChatError, Conversation, Rendered, UnusableError
+from trainer.data.chat.sample import Conversation, Rendered, UnusableError
+from trainer.data.errors import DataError
 from trainer.text import first_line
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Renderer:
 
         Raises:
             UnusableError: the template refuses the conversation.
-            ChatError: the template leaves something out, fails, or gives no exact place to what carries loss.
+            DataError: the template leaves something out, fails, or gives no exact place to what carries loss.
         """
         chat = _with_names_of_reasoning(conversation)
         own, way = self._templates[0], self._way
@@ -94,7 +95,7 @@ def _render(template: ChatTemplate, chat: Conversation) -> Render:
     except RefusedError as error:
         raise UnusableError(f"the template refuses it: {first_line(error)[:200]}") from error
     except Exception as error:  # templates are programs and fail in every way
-        raise ChatError(f"the template fails on this row: {type(error).__name__}: {first_line(error)[:200]}") from error
+        raise DataError(f"the template fails on this row: {type(error).__name__}: {first_line(error)[:200]}") from error
 
 
 def _with_names_of_reasoning(chat: Conversation) -> Conversation:
@@ -114,7 +115,7 @@ def _check_ends(spans: list[Span], literals: list[Span]) -> None:
     """What ends a turn is a token of the template, not what a message spells."""
     if {stop for _, stop in spans} & {stop for _, stop in literals}:
         what = "what a message that carries loss says ends with text that spells a control token"
-        raise ChatError(f"{what}, and the template adds none; take it out of the data")
+        raise DataError(f"{what}, and the template adds none; take it out of the data")
 
 
 def _joined(spans: list[Span]) -> list[Span]:

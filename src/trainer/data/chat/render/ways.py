@@ -7,7 +7,8 @@ from trainer.data.chat.render.marks import ChatTemplate, Render, Span
 from trainer.data.chat.render.prefix import ADVICE, QUESTION, Unmarked, no_end, place
 from trainer.data.chat.render.presence import STAND_IN, shown_in
 from trainer.data.chat.render.shipped import choose_shipped
-from trainer.data.chat.sample import ChatError, Conversation
+from trainer.data.chat.sample import Conversation
+from trainer.data.errors import DataError
 
 Marks = dict[int, list[Span]]
 """By number of the message."""
@@ -32,7 +33,7 @@ class Way(Protocol):
             marks: of this way.
 
         Raises:
-            ChatError: there is no exact answer.
+            DataError: there is no exact answer.
         """
         ...
 
@@ -101,7 +102,7 @@ class OwnMarks:
                 continue
             said = "".join(render.text[start:stop] for start, stop in marks[number])
             if not shown_in(said, message["content"]):
-                raise ChatError(f"{place(chat, number)}: the template's marks do not enclose what it says")
+                raise DataError(f"{place(chat, number)}: the template's marks do not enclose what it says")
             spans += self._with_end(chat, render, number, self._without_start(render.text, marks[number]))
         return sorted(spans)
 
@@ -156,5 +157,5 @@ def _by_message(chat: Conversation, render: Render) -> Marks:
         return found
     if len(marks) != len(answers):
         what = f"the template's marks enclose {len(marks)} parts, but there are {len(answers)} assistant messages"
-        raise ChatError(f"{what}. {ADVICE}")
+        raise DataError(f"{what}. {ADVICE}")
     return {number: [(start, stop)] for number, (_, start, stop) in zip(answers, marks, strict=True)}

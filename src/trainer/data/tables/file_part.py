@@ -1,4 +1,4 @@
-"""A part of the data that lies in local files, read as one list of rows."""
+"""Local files read as one list of rows."""
 
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from trainer.data.chat.read.jsonl_file import JsonlFile
-from trainer.data.chat.read.local_files import content_key, find_files
-from trainer.data.chat.read.parquet_file import ParquetFile
+from trainer.data.tables.jsonl_file import JsonlFile
+from trainer.data.tables.local_files import content_key, find_files
+from trainer.data.tables.parquet_file import ColumnChoice, ParquetFile
 
 
 class FilePart:
@@ -41,15 +41,18 @@ class FilePart:
         return list(accumulate((file.num_rows for file in self._files), initial=0))
 
 
-def open_files(path: Path, split: str | None) -> FilePart:
+def open_files(path: Path, split: str | None, choose: ColumnChoice) -> FilePart:
     """The part that a file or folder makes.
 
+    Args:
+        choose: which columns of a columnar file are read.
+
     Raises:
-        ChatError: see find_files; or a file is damaged or has no column for messages.
+        DataError: see find_files; or a file is damaged, or `choose` refuses its columns.
         OSError: a file cannot be read.
     """
     found = find_files(path, split)
     name = str(path) if split is None or path.is_file() else f"{path} ({split})"
     if found[0].format == "parquet":
-        return FilePart(name, [ParquetFile(file) for file in found], content_key(found, path))
+        return FilePart(name, [ParquetFile(file, choose) for file in found], content_key(found, path))
     return FilePart(name, [JsonlFile(file) for file in found], content_key(found, path))

@@ -8,7 +8,7 @@ every depth, because a template would write them out among the arguments of a to
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.chat.read.json_text import read_json
+from trainer.data.tables.json_text import read_json
 
 if TYPE_CHECKING:
     import pyarrow as pa

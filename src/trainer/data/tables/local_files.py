@@ -14,7 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from trainer.data.chat.sample import ChatError, PlacedError
+from trainer.data.errors import DataError, PlacedError
 from trainer.text import first_line, listed
 
 FORMATS = {".jsonl": "jsonl", ".jsonl.gz": "jsonl.gz", ".json": "jsonl", ".parquet": "parquet"}
@@ -47,32 +47,32 @@ def find_files(path: Path, split: str | None) -> list[LocalFile]:
         split: None takes "train" where there are splits, else all files.
 
     Raises:
-        ChatError: there are none, or it is not clear which.
+        DataError: there are none, or it is not clear which.
         OSError: they cannot be read.
     """
     known = ", ".join(FORMATS)
     if path.is_file():
         if _format_of(path) is None:
-            raise ChatError(f"{path}: only files that end with {known} can be read")
+            raise DataError(f"{path}: only files that end with {known} can be read")
         if split not in (None, "train") and not _is_of(Path(path.name), str(split)):
-            raise ChatError(f"{path} is one file and has no split {split!r}; leave the split out")
+            raise DataError(f"{path} is one file and has no split {split!r}; leave the split out")
         chosen = [path]
     elif not path.is_dir():
-        raise ChatError(f"{path} is neither a file nor a folder")
+        raise DataError(f"{path} is neither a file nor a folder")
     else:
         inside = sorted(_walk(path))
         found = _files_of_rows(inside)
         if not found:
             others = f"; it holds others, {inside[0].name} for one" if inside else ""
-            raise ChatError(f"the folder {path} holds no file that ends with {known}{others}")
+            raise DataError(f"the folder {path} holds no file that ends with {known}{others}")
         chosen = _of_split(path, found, split)
         formats = {_format_of(file): file for file in chosen}
         if len(formats) > 1:
             names = listed([file.name for file in formats.values()])
-            raise ChatError(f"{path} holds files of several kinds ({names}), maybe the same rows twice; name the files")
+            raise DataError(f"{path} holds files of several kinds ({names}), maybe the same rows twice; name the files")
     files = [_local_file(file, str(_format_of(file))) for file in chosen]
     if not any(file.size for file in files):
-        raise ChatError(f"{path} is empty")
+        raise DataError(f"{path} is empty")
     return files
 
 
@@ -161,20 +161,20 @@ def _of_split(folder: Path, files: list[Path], split: str | None) -> list[Path]:
     if split is not None:
         if not chosen:
             there = f"; there are {', '.join(named)}" if named else ""
-            raise ChatError(f"{folder} holds no file or folder that is named after the split {split!r}{there}")
+            raise DataError(f"{folder} holds no file or folder that is named after the split {split!r}{there}")
         return chosen
     if not named:
         return files
     unclear = [path for path in relative.values() if not any(_is_of(path, name) for name in _KNOWN_SPLITS)]
     if not chosen or unclear:
         beside = f" beside {unclear[0]}" if unclear else ""
-        raise ChatError(f"{folder} holds the splits {', '.join(named)}{beside}: say in splits which to take")
+        raise DataError(f"{folder} holds the splits {', '.join(named)}{beside}: say in splits which to take")
     return chosen
 
 
 def _local_file(path: Path, kind: str) -> LocalFile:
     if not path.is_file():
-        raise ChatError(f"{path} is no regular file")
+        raise DataError(f"{path} is no regular file")
     with path.open("rb"):
         status = path.stat()
     return LocalFile(path=path, format=kind, size=status.st_size, mtime_ns=status.st_mtime_ns)

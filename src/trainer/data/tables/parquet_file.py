@@ -5,15 +5,14 @@ the next one lies ahead in the same group.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.chat.read.arrow_rows import RowMaker
-from trainer.data.chat.read.conversation import read_columns
-from trainer.data.chat.read.local_files import LocalFile, named_faults, require_unchanged
-from trainer.data.chat.sample import PlacedError
+from trainer.data.errors import PlacedError
+from trainer.data.tables.arrow_rows import RowMaker
+from trainer.data.tables.local_files import LocalFile, named_faults, require_unchanged
 from trainer.text import first_line
 
 if TYPE_CHECKING:
@@ -23,6 +22,11 @@ if TYPE_CHECKING:
 _BATCH = 256
 """Rows decoded at once: an agent's conversation may take a megabyte."""
 _READ_BYTES = 1 << 16
+
+
+ColumnChoice = Callable[[list[str], str], list[str] | None]
+"""Names of the columns that a file has, and the file as messages call it, to the columns that are read; None: all.
+Raises DataError when none of them will do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +45,11 @@ class _Kept:
 class ParquetFile:
     """Rows of a file, by number."""
 
-    def __init__(self, file: LocalFile) -> None:
+    def __init__(self, file: LocalFile, choose: ColumnChoice) -> None:
         """Reads the footer.
 
         Raises:
-            ChatError: it is damaged, or no column holds messages.
+            DataError: it is damaged, or `choose` refuses its columns.
         """
         self._file = file
         self._kept: _Kept | None = None
@@ -53,7 +57,7 @@ class ParquetFile:
             opened = self._open()
             names = opened.schema_arrow.names
             sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
-        self._columns = read_columns(names, str(file.path))
+        self._columns = choose(names, str(file.path))
         self._starts = list(accumulate(sizes, initial=0))
         """First row of each row group, and the number of rows."""
 

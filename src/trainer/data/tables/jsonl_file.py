@@ -18,10 +18,10 @@ from typing import Any, BinaryIO, cast
 
 import orjson
 
-from trainer.data.chat.read.json_text import read_json
-from trainer.data.chat.read.local_files import LocalFile, named_faults, require_unchanged
 from trainer.data.chat.read.messages import describe
-from trainer.data.chat.sample import PlacedError
+from trainer.data.errors import PlacedError
+from trainer.data.tables.json_text import read_json
+from trainer.data.tables.local_files import LocalFile, named_faults, require_unchanged
 
 _STRIDE = 64
 _BOM = b"\xef\xbb\xbf"

@@ -1,4 +1,4 @@
-"""The folder of a cache of tokenised conversations: there whole or not at all, whoever makes it and however that ends.
+"""The folder of a cache of tokenised data: there whole or not at all, whoever makes it and however that ends.
 
 It is made in a hidden folder beside it and renamed. That alone keeps readers from half a cache and builders from each
 other's files; a lock saves them from doing the same work twice, and tells whether the hidden folders of others are
@@ -126,7 +126,7 @@ class CacheFolder:
         try:
             yield
         except OSError as error:
-            what = f"tokenised conversations cannot be written to {self._parent}: {error.strerror or error}"
+            what = f"tokenised data cannot be written to {self._parent}: {error.strerror or error}"
             if error.errno in _NO_FAULT_OF_THE_CONFIG:
                 raise RunError(f"{what}. Make space there, or give another folder as {self._key}") from error
             raise ConfigError.one(self._key, what) from error
