@@ -46,6 +46,16 @@ class CheckpointConfig(BaseConfig):
         return [Fault(key="keep_interval", message=message)]
 
 
+class EvalSnapshotsConfig(BaseConfig):
+    """`[eval_snapshots]`: weights for `eval-worker` to score, in <run_dir>/eval_snapshots/step_N."""
+
+    interval: int = Field(ge=1)
+    """Write one after every interval-th step; the last step's is always written."""
+
+    max_waiting: int = Field(default=8, ge=1)
+    """Where so many wait to be scored, the oldest is deleted before the next is written."""
+
+
 class ResumeConfig(BaseConfig):
     """`[resume]`: go on from a checkpoint. Empty: the newest whole one of this run."""
 

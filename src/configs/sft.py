@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import Field
 
 from configs.base import BaseConfig
-from configs.checkpoint import CheckpointConfig, NanGuardConfig, ResumeConfig
+from configs.checkpoint import CheckpointConfig, EvalSnapshotsConfig, NanGuardConfig, ResumeConfig
 from configs.checks import check_batch, check_folders, check_resume, check_schedule, check_weights
 from configs.data import DataConfig
 from configs.errors import Fault
@@ -51,6 +51,9 @@ class SFTConfig(BaseConfig):
     ckpt: CheckpointConfig | None = None
     """Checkpoints."""
 
+    eval_snapshots: EvalSnapshotsConfig | None = None
+    """Weights for `eval-worker` to score beside the training."""
+
     resume: ResumeConfig | None = None
     """Go on from a checkpoint."""
 
@@ -92,17 +95,17 @@ class SFTConfig(BaseConfig):
     @property
     def longest_row(self) -> int:
         """Tokens of the longest row that the model will see, in training or validation."""
-        lengths = [self.data.seq_len]
-        if self.val is not None and self.val.sets:
-            lengths += self.val.seq_lens
-        if self.val is not None and self.val.data is not None:
-            lengths.append(self.val.data.seq_len)
-        return max(lengths)
+        return max(self.data.seq_len, 0 if self.val is None else self.val.longest_row)
 
     @property
     def chat_cache(self) -> Path:
         """Folder of tokenised conversations where a table of chats names none."""
         return self.output_dir / ".cache" / "chats"
+
+    @property
+    def val_cache(self) -> Path:
+        """Folder of tokenised held-out sets where `[val]` names none."""
+        return self.output_dir / ".cache" / "val"
 
     def run_faults(self) -> list[Fault]:
         faults = []

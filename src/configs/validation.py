@@ -17,7 +17,14 @@ class ValSetConfig(BaseConfig):
     """Name in the metrics."""
 
     path: Path
-    """A folder of token shards."""
+    """A folder of token shards; or rows of text: a `.jsonl` or `.parquet` file, or a folder of them. The columns say
+    what kind of set it is."""
+
+    seq_lens: list[Annotated[int, Field(ge=2)]] | None = Field(default=None, min_length=1)
+    """Window lengths of this set. Unset: those of all sets."""
+
+    max_documents: int | None = Field(default=None, ge=1)
+    """Score the first so many documents only. Unset: all."""
 
 
 class ValChatConfig(ChatConfig):
@@ -42,20 +49,11 @@ class ValChatConfig(ChatConfig):
     """Changes nothing."""
 
 
-class ValConfig(BaseConfig):
-    """`[val]`"""
-
-    interval: int | None = Field(default=None, ge=1)
-    """Validate after every interval-th step."""
-
-    eval_on_start: bool = False
-    """Also validate before the first step."""
-
-    eval_on_end: bool = False
-    """Also validate after the last step's checkpoint."""
+class SuiteConfig(BaseConfig):
+    """What a round of validation scores, and how."""
 
     data_dir: Path | None = None
-    """Folder in which sets given by name alone lie."""
+    """Folder in which sets given by name alone lie: as a folder, NAME.jsonl, NAME.jsonl.gz or NAME.parquet."""
 
     data: ValChatConfig | None = None
     """Held-out conversations: `val/loss` and `val/perplexity` over their loss tokens."""
@@ -70,14 +68,30 @@ class ValConfig(BaseConfig):
     """Tokens per forward pass and rank. No result depends on it."""
 
     context: Literal["none", "prefix"] = "none"
-    """`none`: a window's first token is not scored. `prefix`: one BOS or EOS token before each window, and every
-    token is scored."""
+    """`none`: a window's first token is not scored. `prefix`: every token is scored, the first of a document after one
+    BOS or EOS token, as lm-evaluation-harness does."""
+
+    save_arrays: bool = False
+    """Write a parquet file per set and step with one record for each document; see docs/validation.md."""
+
+    cache_dir: Path | None = None
+    """Folder of tokenised sets. Unset: output_dir/.cache/val."""
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row that the model will see."""
+        lengths = [length for entry in self.sets for length in self.seq_lens_of(entry)]
+        if self.data is not None:
+            lengths.append(self.data.seq_len)
+        return max(lengths, default=2)
+
+    def seq_lens_of(self, entry: str | ValSetConfig) -> list[int]:
+        """Window lengths of a set."""
+        own = None if isinstance(entry, str) else entry.seq_lens
+        return self.seq_lens if own is None else own
 
     def table_faults(self) -> list[Fault]:
         faults = []
-        if self.interval is None and not self.eval_on_start and not self.eval_on_end:
-            message = "is missing: nothing says when to validate; set it, eval_on_start or eval_on_end"
-            faults.append(Fault(key="interval", message=message))
         if self.data is None and not self.sets:
             message = "is missing: nothing says what to validate on; give sets, [val.data] or both"
             faults.append(Fault(key="sets", message=message))
@@ -88,9 +102,25 @@ class ValConfig(BaseConfig):
             for entry in self.sets:
                 if isinstance(entry, str):
                     faults.append(Fault(key="sets", message=f"{entry!r} is a name in data_dir, which is not set"))
-        if len(set(self.seq_lens)) < len(self.seq_lens):
-            faults.append(Fault(key="seq_lens", message=f"{self.seq_lens}: each length once"))
-        if self.sets and self.micro_batch_tokens < max(self.seq_lens):
-            message = f"{self.micro_batch_tokens} tokens do not hold the longest window, {max(self.seq_lens)}"
+        own = [("sets", entry.seq_lens) for entry in self.sets if isinstance(entry, ValSetConfig) and entry.seq_lens]
+        for key, lengths in [("seq_lens", self.seq_lens), *own]:
+            if len(set(lengths)) < len(lengths):
+                faults.append(Fault(key=key, message=f"{lengths}: each length once"))
+        longest = max((length for entry in self.sets for length in self.seq_lens_of(entry)), default=0)
+        if self.micro_batch_tokens < longest:
+            message = f"{self.micro_batch_tokens} tokens do not hold the longest window, {longest}"
             faults.append(Fault(key="micro_batch_tokens", message=message))
         return faults
+
+
+class ValConfig(SuiteConfig):
+    """`[val]`"""
+
+    interval: int | None = Field(default=None, ge=1)
+    """Validate after every interval-th step."""
+
+    eval_on_start: bool = False
+    """Also validate before the first step."""
+
+    eval_on_end: bool = False
+    """Also validate after the last step's checkpoint."""

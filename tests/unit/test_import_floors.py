@@ -20,14 +20,15 @@ MAX_FUNCTION_LINES = 80
 # A new room needs a place here.
 FLOORS: tuple[tuple[str, ...], ...] = (
     # commands and processes
-    ("trainer.sft", "trainer.tokenize", "trainer.inspect", "trainer.export", "trainer.reports"),
+    ("trainer.sft", "trainer.tokenize", "trainer.inspect", "trainer.export", "trainer.reports", "trainer.eval_worker"),
     ("trainer.command",),
     ("trainer.launch", "trainer.worker"),
     ("trainer.elastic",),
     # the loop
-    ("trainer.train",),
+    ("trainer.train", "trainer.evaluate"),
     # from the config to the parts of a run, and from a step to its report
     ("trainer.preflight", "trainer.report"),
+    ("trainer.snapshots",),
     ("trainer.state", "trainer.model_setup", "trainer.model_source", "trainer.adapters"),
     # the parts of a step
     ("trainer.validation", "trainer.optim", "trainer.checkpoint", "trainer.micro_batch", "trainer.metrics"),

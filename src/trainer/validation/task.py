@@ -1,8 +1,11 @@
-"""What a round of validation scores: tasks. Each says what its rows are, what to add up over them, and what the sums
-mean; the forward passes, the deal of rows to ranks and the one reduction are the same for all.
+"""What a round of validation scores: tasks. Each says what its rows are and what the results of their pieces mean; the
+deal of rows to passes and ranks, the forward passes and the one reduction are the same for all.
+
+A *piece* is what results are kept for: a window of a held-out set, a row of conversations.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -10,8 +13,25 @@ from torch import Tensor
 
 from models.batch import IGNORE_INDEX
 from trainer.data.row import Rows
+from trainer.validation.windows import DocumentScores
 
 _PADDING_ID = 0
+
+NUM_RESULTS = 5
+"""Of a piece: nats, nats of text, hits (these three from the device), scored tokens, their bytes (from the host)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filled:
+    """The rows of a forward pass."""
+
+    rows: Rows
+
+    pieces: np.ndarray
+    """(segments,) int64, for every segment of every row in order: its piece; -1 for padding."""
+
+    counts: np.ndarray
+    """(segments, 2) int64: scored tokens, and UTF-8 bytes that they spell."""
 
 
 class Task(Protocol):
@@ -31,45 +51,54 @@ class Task(Protocol):
         ...
 
     @property
-    def num_rows(self) -> int: ...
+    def costs(self) -> np.ndarray:
+        """(rows,) float64: what a row costs beyond what all rows of its length cost, in pairs of attention."""
+        ...
 
     @property
-    def num_sums(self) -> int:
-        """Numbers that `sums` gives."""
+    def num_pieces(self) -> int: ...
+
+    @property
+    def greedy(self) -> bool:
+        """Its metrics want hits: where the most likely token was the label."""
+        ...
+
+    @property
+    def text_ids(self) -> Tensor | None:
+        """(vocab_size,) bool on the model's device: ids that spell text. None where text is not told from the rest."""
         ...
 
     @property
     def notes(self) -> list[str]:
-        """What a reader of the metrics should know, one sentence each."""
+        """What to tell the user once about the data."""
         ...
 
     @property
     def content(self) -> str:
-        """What the rows hold, in a few words."""
+        """What it holds, for the log."""
         ...
 
-    def fill(self, first: int) -> Rows:
-        """`rows_per_forward` rows from row `first` on; those past the last one are padding.
-
-        Raises:
-            RunError: a row cannot be read, or holds ids that the model has no embedding for.
-        """
+    @property
+    def digest(self) -> str:
+        """Of its rows: ranks that have the same score the same."""
         ...
 
-    def sums(self, nats: Tensor, labels: Tensor) -> Tensor:
-        """What a forward pass adds up to.
+    def fill(self, rows: np.ndarray) -> Filled:
+        """Read rows; called by a thread of its own.
 
         Args:
-            nats: (rows, seq_len) float64; 0 where a label is IGNORE_INDEX.
-            labels: (rows, seq_len) int64.
+            rows: (rows_per_forward,) int64 numbers of rows; -1 for a row of padding.
 
-        Returns:
-            (num_sums,) float64, on the device of `nats`.
+        Raises:
+            RunError: a row cannot be read.
         """
         ...
 
-    def metrics(self, sums: list[float]) -> dict[str, float]:
-        """What the sums over all rows of all ranks say.
+    def report(self, results: np.ndarray) -> "TaskReport":
+        """What the results of all pieces of all ranks say.
+
+        Args:
+            results: (num_pieces, NUM_RESULTS) float64.
 
         Raises:
             RunError: nothing was scored.
@@ -77,9 +106,15 @@ class Task(Protocol):
         ...
 
 
-def num_forwards(task: Task, dp_size: int) -> int:
-    """Forward passes of every rank: the same on each, so that the collectives inside them match."""
-    return -(-task.num_rows // (task.rows_per_forward * dp_size))
+@dataclass(frozen=True, kw_only=True)
+class TaskReport:
+    """What a round says about a task."""
+
+    metrics: dict[str, float]
+    """By full name."""
+
+    documents: DocumentScores | None
+    """For `val.save_arrays`; None for tasks that keep no documents."""
 
 
 def padding_rows(count: int, seq_len: int) -> Rows:

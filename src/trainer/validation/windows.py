@@ -1,7 +1,7 @@
-"""What a held-out set is to the scorer: windows, each a run of input positions with labels.
+"""What a held-out set is to the scorer: windows of sequences, each a run of input positions with labels.
 
-A kind of set (a file of this folder) says where its windows lie and reads them; packing, scoring and the sums over
-ranks are the same for all kinds.
+A *document* is what a user counts: a text, a question. It has one *sequence* of tokens, or one for each of its options.
+A sequence is scored in one window or several.
 """
 
 from dataclasses import dataclass
@@ -15,20 +15,90 @@ KEY = "val.sets"
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """All windows of a set at one length, 12 bytes each."""
+    """All windows of a set at one length, sequence by sequence; those of a sequence in its order."""
 
-    starts: np.ndarray
-    """(n,) int64: where each begins, in positions that mean something to the set alone."""
+    sequences: np.ndarray
+    """(n,) int64, ascending: which sequence of the set each is of."""
+
+    first_labels: np.ndarray
+    """(n,) int64: where the target of its first input lies in the set's stream of tokens. The inputs are the tokens
+    from the one before that on."""
 
     num_inputs: np.ndarray
-    """(n,) int32: input positions of each, from 1 to the window length."""
+    """(n,) int32: input positions, from 1 to the window length."""
 
-    num_unscorable: int
-    """Documents too short to have a scored token."""
+    num_unscored: np.ndarray
+    """(n,) int32: so many targets at its beginning are context and are not scored here; less than num_inputs."""
+
+    prefixed: np.ndarray
+    """(n,) bool: its first input is the prefix token (BOS or EOS), in place of the token before the first target."""
+
+    left_out: dict[str, int]
+    """Documents with nothing to score at this length, or not all of what should be: how many, by reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A window, read."""
+
+    input_ids: np.ndarray
+    """(num_inputs,) int64"""
+
+    labels: np.ndarray
+    """(num_inputs,) int64; IGNORE_INDEX where a token is not scored"""
+
+    num_bytes: int
+    """UTF-8 bytes of text that the scored tokens spell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What a model made of the sequences of a set at one length, over all ranks; 0 where a sequence has no window.
+
+    (sequences,) float64 each, the counts too.
+    """
+
+    nats: np.ndarray
+    """-ln p, added up over the scored tokens"""
+
+    text_nats: np.ndarray
+    """over those that spell text: special tokens are not among them"""
+
+    num_tokens: np.ndarray
+    """scored"""
+
+    num_bytes: np.ndarray
+    """of text"""
+
+    hits: np.ndarray
+    """scored tokens that were the model's first choice"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentScores:
+    """One record for each document that was scored, for `val.save_arrays`; (n,) each."""
+
+    documents: np.ndarray
+    """int64, ascending: number of the document in the set, from 0"""
+
+    nats: np.ndarray
+    """float64; of a document with options, those of the right one"""
+
+    num_tokens: np.ndarray
+    """int64"""
+
+    num_bytes: np.ndarray
+    """int64"""
+
+    correct: np.ndarray | None
+    """bool; None for kinds that know no right and wrong"""
+
+    option_nats: list[np.ndarray] | None = None
+    """Per document: nats of each option; None for kinds without options."""
 
 
 class LikelihoodSet(Protocol):
-    """A held-out set whose windows can be read in any order."""
+    """A held-out set whose windows can be read in any order, by any thread."""
 
     @property
     def name(self) -> str:
@@ -43,40 +113,40 @@ class LikelihoodSet(Protocol):
         """What a reader of the metrics should know, one sentence each."""
         ...
 
-    def windows(self, seq_len: int) -> Windows:
-        """The windows of `seq_len` tokens, and the shorter last ones of the documents."""
+    @property
+    def digest(self) -> str:
+        """Of what is scored: ranks that have the same see the same set."""
         ...
 
-    def read(self, start: int, num_inputs: int) -> tuple[np.ndarray, np.ndarray]:
-        """Input ids and labels of a window, (num_inputs,) int64 each; IGNORE_INDEX where a token is not scored.
+    @property
+    def wants_hits(self) -> bool:
+        """Some metric asks for the model's first choices, which cost a pass over the logits."""
+        ...
+
+    def windows(self, seq_len: int) -> Windows:
+        """The windows of at most `seq_len` inputs.
+
+        Raises:
+            ConfigError: the set cannot be read.
+        """
+        ...
+
+    def read(self, windows: Windows, number: int) -> Piece:
+        """Window `number` of `windows`.
 
         Raises:
             RunError: the file changed, or the window holds ids that the model has no embedding for.
         """
         ...
 
+    def metrics(self, scores: Scores) -> dict[str, float]:
+        """By bare names: loss, bpb, acc.
 
-def cut_windows(document_ends: np.ndarray, seq_len: int, *, prefix: bool) -> Windows:
-    """Disjoint windows of `seq_len` tokens of every document, the last one of a document shorter.
+        Raises:
+            RunError: nothing that may be scored was.
+        """
+        ...
 
-    A window of n tokens takes n - 1 input positions, and its first token is not scored; with `prefix` it takes n and
-    all its tokens are scored, the first one after a prefix token.
-
-    Args:
-        document_ends: (documents,) int64, ascending; each document starts where the one before it ends.
-        seq_len: tokens per window.
-    """
-    document_starts = np.concatenate([np.zeros(1, np.int64), document_ends[:-1]])
-    lengths = document_ends - document_starts
-    counts = -(-lengths // seq_len)
-    first_window = np.cumsum(counts) - counts
-    number_in_document = np.arange(counts.sum()) - np.repeat(first_window, counts)
-    starts = np.repeat(document_starts, counts) + number_in_document * seq_len
-    num_tokens = np.minimum(np.repeat(document_ends, counts) - starts, seq_len)
-    unscored = 0 if prefix else 1
-    scorable = num_tokens > unscored
-    return Windows(
-        starts=starts[scorable],
-        num_inputs=(num_tokens[scorable] - unscored).astype(np.int32),
-        num_unscorable=int((lengths <= unscored).sum()),
-    )
+    def documents(self, scores: Scores) -> DocumentScores:
+        """The record of each document that was scored."""
+        ...

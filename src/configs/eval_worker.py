@@ -1,0 +1,32 @@
+"""The root of the config of `eval-worker`."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from configs.base import BaseConfig
+from configs.launch import DeploymentConfig
+from configs.monitor import LogConfig
+from configs.validation import SuiteConfig
+
+
+class EvalWorkerConfig(BaseConfig):
+    """Scores the snapshots that a training run writes for it (`[eval_snapshots]`), on GPUs of its own."""
+
+    run_dir: Path
+    """Directory of the training run."""
+
+    val: SuiteConfig | None = None
+    """What to score. Unset: what the run's own `[val]` says."""
+
+    poll_seconds: float = Field(default=2.0, gt=0)
+    """Between two looks for a new snapshot."""
+
+    max_idle_minutes: float | None = Field(default=None, gt=0)
+    """End with an error when no snapshot has come for so long. Unset: wait for the run's last one, however long."""
+
+    log: LogConfig = LogConfig()
+    """Console and rank logs."""
+
+    deployment: DeploymentConfig = DeploymentConfig()
+    """Worker processes."""
