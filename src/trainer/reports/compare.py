@@ -39,7 +39,7 @@ def _start(config: "CompareConfig") -> int:
         if run.metrics.last_step is None:
             raise ConfigError.one("runs", f"{run.metrics.path} has no whole record yet: nothing to compare")
     comparison = compare(a, b, rtol=config.rtol, with_config=config.config)
-    if not comparison.num_compared:
+    if not comparison.num_compared and not comparison.has_held_out:
         raise ConfigError.one("runs", f"{a.path} and {b.path} have no step of a metric in common: nothing to compare")
     if config.json:
         print(as_json(comparison))

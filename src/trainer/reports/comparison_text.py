@@ -92,7 +92,7 @@ def _runs(comparison: Comparison) -> list[str]:
 
 
 def _steps(run: RecordedRun) -> str:
-    planned = "" if run.planned is None else f" of {run.planned}"
+    planned = f" of {run.planned}" if run.planned else ""
     return f"steps {run.metrics.first_step} to {run.metrics.last_step}{planned}"
 
 
@@ -109,6 +109,8 @@ def _config(comparison: Comparison, paint: _Paint) -> list[str]:
 
 def _first(comparison: Comparison, rtol: float, paint: _Paint) -> list[str]:
     first = comparison.first
+    if not comparison.num_compared:
+        return [f"steps: {paint(_RED, 'none in common')}, only the last held-out values can be set side by side"]
     if not first or first[0].first is None:
         within = f" within {rtol:g}" if rtol else ""
         return [f"steps: {paint(_GREEN, f'no difference{within}')} in what both runs have on record"]

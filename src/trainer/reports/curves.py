@@ -90,6 +90,7 @@ _SPEED = (
     CardSpec(title="Wait for data", unit="s, slowest rank", metrics=("time/data/max",), smoothed=True, log=True),
     CardSpec(title="Checkpoint", unit="s the loop stood still", metrics=("time/save_ckpt",)),
     CardSpec(title="Validation", unit="s a round", metrics=("time/val",)),
+    CardSpec(title="Scoring beside the run", unit="s a round", metrics=("time/eval",)),
 )
 _HELD_OUT_UNITS = {
     "bpb": "bits per byte",

@@ -103,12 +103,17 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        return not self.first and not self.config
+        return self.num_compared > 0 and not self.first and not self.config
 
     @property
     def num_compared(self) -> int:
         """Metrics that have a step in common."""
         return sum(metric.num_steps > 0 for metric in self.metrics)
+
+    @property
+    def has_held_out(self) -> bool:
+        """Some held-out metric has a value in both runs, if only at different steps."""
+        return any(row.a is not None and row.b is not None for row in self.held_out)
 
 
 def read_run(path: Path) -> RecordedRun:

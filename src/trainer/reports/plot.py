@@ -41,7 +41,7 @@ def _start(config: "PlotConfig") -> int:
     def write(*, watch: bool) -> bool:
         """Write the page of this moment; gives whether it will be written again."""
         runs = followed.look()
-        goes_on = watch and any(run.state == "running" for run in runs)
+        goes_on = watch and any(run.goes_on for run in runs)
         if not goes_on and all(run.metrics.last_step is None for run in runs):
             files = ", ".join(str(run.metrics.path) for run in runs)
             raise ConfigError.one("runs", f"there is no whole record yet in {files}: nothing to plot")

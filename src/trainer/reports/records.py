@@ -154,7 +154,7 @@ class MetricsFile:
             return NO_VALUES
         steps, values = np.array(growing.steps, np.int64), np.array(growing.values, np.float64)
         if len(steps) > 1 and not (np.diff(steps) > 0).all():
-            # Steps of one file never fall, but those of files that somebody put together may.
+            # The scores of a snapshot or of an older checkpoint come when training has gone on past its step.
             order = np.argsort(steps, kind="stable")
             steps, values = steps[order], values[order]
             last_of_step = np.append(np.diff(steps) > 0, True)
@@ -186,7 +186,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def planned_steps(config: dict[str, Any]) -> int | None:
-    """`max_steps`; None where the data decides."""
+    """`max_steps`; 0 of a run that only scores a model, None where the data decides."""
     steps = config.get("max_steps")
     return steps if isinstance(steps, int) else None
 

@@ -26,6 +26,14 @@ class PlottedRun:
     metrics: MetricsFile
     state: State
 
+    is_scored: bool
+    """An eval-worker is at work on it, so more may come after its end."""
+
+    @property
+    def goes_on(self) -> bool:
+        """More records may come."""
+        return self.state == "running" or self.is_scored
+
     @property
     def last_step(self) -> int:
         """0 before the first record."""
@@ -103,19 +111,20 @@ class FollowedRuns:
         run_dir, file = self._dirs[number], self._files[number]
         # Asked before reading: a run that ends in between would otherwise be called ended without its last records.
         in_use = is_in_use(run_dir)
+        is_scored = is_in_use(run_dir / "eval_worker") is True
         file.update()
         if in_use is not False and (run_dir / RUN_CONFIG).is_file():
             # A resumed run may have another one; while `--clean` empties the folder there is none.
             self._configs[number] = read_config(run_dir)
         config = self._configs[number]
         planned = planned_steps(config)
-        finished = planned is not None and (file.last_step or 0) >= planned
+        finished = planned is not None and file.last_step is not None and file.last_step >= planned
         state: State = "finished" if finished else "stopped"
         if in_use or (in_use is None and not finished):
             state = "running"
         elif not finished and any((run_dir / "logs" / "latest").glob("rank_*.error.json")):
             state = "failed"
-        return PlottedRun(label=self._labels[number], config=config, metrics=file, state=state)
+        return PlottedRun(label=self._labels[number], config=config, metrics=file, state=state, is_scored=is_scored)
 
     def close(self) -> None:
         for file in self._files:

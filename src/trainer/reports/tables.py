@@ -95,7 +95,8 @@ def _shown(key: str, value: Any) -> str:
 def _summary_columns(runs: Sequence[PlottedRun]) -> list[tuple[str, Callable[[PlottedRun], str]]]:
     names = list(dict.fromkeys(name for run in runs for name in run.metrics.names if name.startswith("val/")))
     # Bits per byte say what the loss says and compare between tokenizers.
-    best = [name for name in names if "/bpb" in name or "/acc" in name] or [n for n in names if "/perplexity" not in n]
+    best = [name for name in names if _metric(name).startswith(("bpb", "acc"))]
+    best = best or [name for name in names if not _metric(name).startswith("perplexity")]
     return [
         ("Step", _steps),
         ("Tokens", lambda run: _last(run, "progress/num_tokens", with_unit)),
@@ -115,8 +116,13 @@ def _summary_columns(runs: Sequence[PlottedRun]) -> list[tuple[str, Callable[[Pl
     ]
 
 
+def _metric(name: str) -> str:
+    """The last part of a name: a set may be called as a metric is."""
+    return name.rpartition("/")[2]
+
+
 def _steps(run: PlottedRun) -> str:
-    return f"{run.last_step:,}" if run.planned is None else f"{run.last_step:,} / {run.planned:,}"
+    return f"{run.last_step:,} / {run.planned:,}" if run.planned else f"{run.last_step:,}"
 
 
 def _finite(run: PlottedRun, name: str) -> np.ndarray:

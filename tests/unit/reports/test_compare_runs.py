@@ -201,3 +201,33 @@ def test_faults_have_a_message_and_exit_code_2(
     ):
         assert run_compare([str(argument) for argument in arguments]) == 2, message
         assert message in capsys.readouterr().err
+
+
+def test_scores_that_came_late_are_compared_like_the_rest(
+    make_run: Callable, record: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The lines of `eval-worker` and of `--max-steps 0` come out of order, newest snapshot first; the last one of a
+    step counts."""
+    trained = [record(step, **({"val/held/bpb@1k": 3.0 - step / 8} if step % 2 == 0 else {})) for step in STEPS]
+    late = [{"step": step, "val/held/bpb@1k": 3.0 - step / 8, "time/eval": 2.0} for step in (6, 2, 4)]
+    a = make_run("a", trained)
+    b = make_run("b", [*map(record, STEPS), {"step": 4, "val/held/bpb@1k": 9.0}, *late])
+    code, value = as_json(capsys, a, b)
+    assert (code, value["metrics"]["val/held/bpb@1k"]["steps_compared"]) == (0, 3)
+    assert value["held_out"]["val/held/bpb@1k"]["b"] == {"step": 6, "value": 2.25}
+    assert value["runs"]["b"]["last_step"] == 6
+
+
+def test_models_that_were_only_scored(make_run: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    """No step in common: their last values stand side by side, and nobody is told that they are equal."""
+    scored = {"max_steps": 0}
+    a = make_run("a", [{"step": 400, "val/held/bpb@1k": 2.5, "time/val": 3.0}], scored)
+    b = make_run("b", [{"step": 800, "val/held/bpb@1k": 2.5, "time/val": 3.0}], scored)
+    assert run_compare([str(a), str(b)]) == 1
+    output = capsys.readouterr().out
+    assert "  steps 400 to 400\n" in output and "  steps 800 to 800\n" in output
+    assert "steps: none in common, only the last held-out values can be set side by side" in output
+    assert "val/held/bpb@1k                          2.5 @ step 400  2.5 @ step 800     +0\n" in output
+    assert as_json(capsys, a, b)[1]["equal"] is False
+    c = make_run("c", [{"step": 400, "val/held/bpb@1k": 2.5}], scored)
+    assert run_compare([str(a), str(c)]) == 0

@@ -198,3 +198,29 @@ def test_faults_have_a_message_and_exit_code(
         assert run_plot([str(argument) for argument in arguments]) == code, message
         assert message in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
+
+
+def test_scores_that_came_late_lie_on_rising_curves(make_run: Callable, record: Callable, tmp_path: Path) -> None:
+    """`eval-worker` writes the newest snapshot's line first, when training has gone on; of a step that was scored again
+    the last value counts. Its time is not that of the run."""
+    late = [{"step": step, "val/held/bpb@1k": 3.0 - step / 8, "time/eval": 36.0} for step in (6, 2, 4)]
+    lines = [*map(record, range(1, 6)), {"step": 4, "val/held/bpb@1k": 9.0}, *late[:1], record(6), *late[1:]]
+    run, page = make_run("run", lines), tmp_path / "report.html"
+    assert run_plot([str(run), "--output", str(page)]) == 0
+    cards = cards_of(report_of(page))
+    curve = curve_of(cards["Held-out held, bits per byte"], run=0)
+    assert (curve["step"], curve["y"]) == ([2, 4, 6], [2.75, 2.5, 2.25])
+    assert curve["hours"] == pytest.approx([0.002, 0.004, 0.006])
+    assert curve_of(cards["Scoring beside the run, s a round"], run=0)["step"] == [2, 4, 6]
+    assert "<td>6 / 6</td>" in page.read_text() and '<td><span class="state finished">' in page.read_text()
+    assert "<th>held bpb@1k</th>" in page.read_text() and "<td>2.2500</td>" in page.read_text()
+
+
+def test_a_model_that_was_only_scored(make_run: Callable, tmp_path: Path) -> None:
+    """A set may have the name of a metric: `acc` is the accuracy all the same."""
+    record = {"step": 400, "val/acc/loss@1k": 2.5, "val/acc/acc@1k": 0.25, "val/acc/perplexity@1k": 12.0}
+    run, page = make_run("run", [record], {"max_steps": 0}), tmp_path / "report.html"
+    assert run_plot([str(run), "--output", str(page)]) == 0
+    text = page.read_text()
+    assert '<td><span class="state finished">finished</span></td><td>400</td><td>0.2500</td></tr>' in text
+    assert curve_of(cards_of(report_of(page))["Held-out acc, accuracy"], run=0)["y"] == [0.25]

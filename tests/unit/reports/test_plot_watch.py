@@ -92,3 +92,25 @@ def test_a_failed_run_is_called_so(make_run: Callable, record: Callable, tmp_pat
     (run / "logs" / "latest" / "rank_1.error.json").write_text("{}")
     run_plot([str(run), "--output", str(page)])
     assert page_of(page)[2] == ["failed"]
+
+
+def test_watch_goes_on_while_a_finished_run_is_scored(
+    make_run: Callable, record: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run("run", [record(step) for step in range(1, 7)])
+    page, seen = tmp_path / "report.html", []
+    (run / "eval_worker").mkdir()
+    with (run / "eval_worker" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+
+        def sleep(seconds: float) -> None:
+            """The worker scores the last snapshot and ends."""
+            seen.append(page_of(page))
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 6, "val/held/bpb@1k": 2.125}\n')
+            lock.close()
+
+        monkeypatch.setattr(plot.time, "sleep", sleep)
+        assert run_plot([str(run), "--watch", "--output", str(page)]) == 0
+    assert seen == [([6], 5.0, ["finished"])]
+    assert page_of(page) == ([6], None, ["finished"]) and "<td>2.1250</td>" in page.read_text()
