@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,6 +95,15 @@ class TokenPool:
         out = np.empty(count, np.int64)
         for number, here, low, high in self._spans(start, start + count):
             out[here : here + high - low] = self._mapped(number).tokens[low:high]
+        return out
+
+    def take(self, positions: np.ndarray) -> np.ndarray:
+        """(n,) int64 token ids at ascending positions (n,) int64 in the pool."""
+        out = np.empty(len(positions), np.int64)
+        borders = np.searchsorted(positions, self._starts)
+        for number, (first, last) in enumerate(pairwise(borders.tolist())):
+            if first < last:
+                out[first:last] = self._mapped(number).tokens[positions[first:last] - self._starts[number]]
         return out
 
     def loss_mask(self, start: int, count: int) -> np.ndarray | None:
