@@ -18,7 +18,12 @@ EXAMPLES = {
 }
 """Path to the least and the most parameters."""
 
-TESTED_ELSEWHERE = ("examples/quickstart/tokenize.toml", "examples/quickstart/chat.toml", "examples/sft/")
+TESTED_ELSEWHERE = (
+    "examples/quickstart/tokenize.toml",
+    "examples/quickstart/chat.toml",
+    "examples/sft/",
+    "examples/validation/",
+)
 
 
 @pytest.mark.parametrize("path, bounds", EXAMPLES.items(), ids=str)
