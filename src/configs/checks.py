@@ -5,13 +5,16 @@ They run when a command line is resolved, before anything is spawned; not when a
 
 from pathlib import Path
 
-from configs.checkpoint import ResumeConfig
-from configs.data import ChatConfig, DataConfig, TokensDataConfig, is_dataset_id
+from configs.checkpoint import EvalSnapshotsConfig, ResumeConfig
+from configs.data import ChatConfig, DataConfig, NoDataConfig, TokensDataConfig, is_dataset_id
 from configs.errors import Fault
 from configs.launch import DeploymentConfig, RunConfig
 from configs.model import ModelConfig, is_hub_id
 from configs.optim import ConstantSchedulerConfig, SchedulerConfig
-from configs.validation import ValConfig
+from configs.validation import SuiteConfig, ValConfig
+
+_SET_SUFFIXES = ("", ".jsonl", ".jsonl.gz", ".json", ".parquet")
+"""What a set in val.data_dir may be called: its name as a folder, or with one of these."""
 
 
 def check_weights(model: ModelConfig, *, resuming: bool) -> list[Fault]:
@@ -112,25 +115,61 @@ def check_resume(
     return faults
 
 
-def check_folders(data: DataConfig, val: ValConfig | None) -> list[Fault]:
-    """The data is there."""
-    faults = []
+def check_end(data: DataConfig, *, max_steps: int | None) -> list[Fault]:
+    """A training run has data, and an end."""
+    if isinstance(data, NoDataConfig):
+        message = '"none" has nothing to train on; it goes with max_steps = 0, which only scores the model on [val]'
+        return [Fault(key="data.type", message=message)]
+    if max_steps is None and data.max_epochs is None:
+        message = "is missing: a whole number; or give data.max_epochs for as many steps as the data allows"
+        return [Fault(key="max_steps", message=message)]
+    return []
+
+
+def check_rounds(val: ValConfig | None, snapshots: EvalSnapshotsConfig | None) -> list[Fault]:
+    """Something says when a training run is validated: `[val]` itself, or `[eval_snapshots]` for `eval-worker`."""
+    if val is None or snapshots is not None or val.interval is not None or val.eval_on_start or val.eval_on_end:
+        return []
+    message = "is missing: nothing says when to validate; set it, eval_on_start or eval_on_end"
+    return [Fault(key="val.interval", message=message)]
+
+
+def check_scoring(val: ValConfig | None) -> list[Fault]:
+    """A run that only scores has something to score on."""
+    if val is not None:
+        return []
+    message = "is missing: with max_steps = 0 nothing is trained, the model is only scored on what this table names"
+    return [Fault(key="val", message=message)]
+
+
+def check_data(data: DataConfig) -> list[Fault]:
+    """The training data is there."""
     if isinstance(data, TokensDataConfig):
-        faults += [fault for path in data.paths for fault in _check_exists("data.paths", path)]
-    if isinstance(data, ChatConfig):
-        faults += _check_chats("data.name", data)
-    if val is None:
-        return faults
-    if val.data is not None:
-        faults += _check_chats("val.data.name", val.data)
-    if val.data_dir is not None:
-        faults += check_folder("val.data_dir", val.data_dir)
-    for entry in val.sets:
+        return [fault for path in data.paths for fault in _check_exists("data.paths", path)]
+    return _check_chats("data.name", data) if isinstance(data, ChatConfig) else []
+
+
+def check_suite(suite: SuiteConfig | None) -> list[Fault]:
+    """What `[val]` names is there."""
+    if suite is None:
+        return []
+    faults = [] if suite.data is None else _check_chats("val.data.name", suite.data)
+    no_folder = [] if suite.data_dir is None else check_folder("val.data_dir", suite.data_dir)
+    faults += no_folder
+    for entry in suite.sets:
         if not isinstance(entry, str):
             faults += _check_exists("val.sets", entry.path)
-        elif val.data_dir is not None and not check_folder("val.data_dir", val.data_dir):
-            faults += _check_exists("val.sets", val.data_dir / entry)
+        elif suite.data_dir is not None and not no_folder:
+            faults += _check_named_set(suite.data_dir, entry)
     return faults
+
+
+def _check_named_set(data_dir: Path, name: str) -> list[Fault]:
+    missing = [_check_exists("val.sets", data_dir / f"{name}{suffix}") for suffix in _SET_SUFFIXES]
+    if not all(missing):
+        return []
+    message = f"{missing[0][0].message}, and there is no {name}.jsonl, .jsonl.gz, .json or .parquet beside it"
+    return [Fault(key="val.sets", message=message)]
 
 
 def _check_chats(key: str, chats: ChatConfig) -> list[Fault]:

@@ -84,6 +84,12 @@ class FakeDataConfig(RowsConfig):
     """Rows in an epoch."""
 
 
+class NoDataConfig(RowsConfig):
+    """`type = "none"`: no training data, for `max_steps = 0`, which then may also go without the table."""
+
+    type: Literal["none"]
+
+
 class LossMaskConfig(BaseConfig):
     """`[data.loss_mask]`: whose messages carry loss. A message's own `train` or `weight` of 0 or 1 goes before it."""
 
@@ -201,4 +207,4 @@ class SFTDataConfig(ChatConfig, RowsConfig):
         return faults
 
 
-DataConfig = Annotated[SFTDataConfig | TokensDataConfig | FakeDataConfig, Field(discriminator="type")]
+DataConfig = Annotated[SFTDataConfig | TokensDataConfig | FakeDataConfig | NoDataConfig, Field(discriminator="type")]

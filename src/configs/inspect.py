@@ -4,7 +4,7 @@ import warnings
 
 from pydantic import Field
 
-from configs.checks import check_folders, check_resume
+from configs.checks import check_data, check_resume
 from configs.errors import Fault
 from configs.sft import SFTConfig
 
@@ -59,7 +59,7 @@ with warnings.catch_warnings():
 
         def run_faults(self) -> list[Fault]:
             """Faults of the data alone: a run need not be possible yet, rows only have to be there."""
-            faults = check_folders(self.data, None)
+            faults = check_data(self.data)
             if self.step is not None:
                 counts_on = self.ckpt is None or not self.ckpt.skip_progress
                 faults += check_resume(

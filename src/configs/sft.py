@@ -1,12 +1,23 @@
 """The root of the config: `SFTConfig`, and the checks that need more than one table."""
 
 from pathlib import Path
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from configs.base import BaseConfig
 from configs.checkpoint import CheckpointConfig, EvalSnapshotsConfig, NanGuardConfig, ResumeConfig
-from configs.checks import check_batch, check_folders, check_resume, check_schedule, check_weights
+from configs.checks import (
+    check_batch,
+    check_data,
+    check_end,
+    check_resume,
+    check_rounds,
+    check_schedule,
+    check_scoring,
+    check_suite,
+    check_weights,
+)
 from configs.data import DataConfig
 from configs.errors import Fault
 from configs.launch import DeploymentConfig, RunConfig
@@ -34,7 +45,7 @@ class SFTConfig(BaseConfig):
     """Tokenizer."""
 
     data: DataConfig
-    """Training data: a union on `type`."""
+    """Training data: a union on `type`. With max_steps = 0 it is not read, and may be left out."""
 
     renderer: RendererConfig = RendererConfig()
     """Chat template and its options."""
@@ -70,7 +81,8 @@ class SFTConfig(BaseConfig):
     """Delete what the run directory holds and start anew."""
 
     max_steps: int | None = Field(default=None, ge=0)
-    """Optimizer steps of the whole run, resumed ones included. Unset: as many as data.max_epochs allows."""
+    """Optimizer steps of the whole run, resumed ones included. Unset: as many as data.max_epochs allows. 0: no
+    training; the model, or the checkpoint that [resume] names, is scored on [val]."""
 
     monitors: MonitorsConfig = MonitorsConfig()
     """Where metrics go."""
@@ -87,6 +99,18 @@ class SFTConfig(BaseConfig):
     dry_run: bool = False
     """Resolve, check and write the config, print what would run, start nothing."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_data_to_score(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "data" not in values and values.get("max_steps") == 0:
+            return {**values, "data": {"type": "none"}}
+        return values
+
+    @property
+    def only_scores(self) -> bool:
+        """Nothing is trained: the model is scored on `[val]`, and that is all."""
+        return self.max_steps == 0
+
     @property
     def tokenizer_name(self) -> str | None:
         """Where the tokenizer is: `tokenizer.name`, or else the model's folder or id."""
@@ -95,7 +119,8 @@ class SFTConfig(BaseConfig):
     @property
     def longest_row(self) -> int:
         """Tokens of the longest row that the model will see, in training or validation."""
-        return max(self.data.seq_len, 0 if self.val is None else self.val.longest_row)
+        validated = 0 if self.val is None else self.val.longest_row
+        return validated if self.only_scores and validated else max(self.data.seq_len, validated)
 
     @property
     def chat_cache(self) -> Path:
@@ -108,17 +133,23 @@ class SFTConfig(BaseConfig):
         return self.output_dir / ".cache" / "val"
 
     def run_faults(self) -> list[Fault]:
-        faults = []
-        if self.max_steps is None and self.data.max_epochs is None:
-            message = "is missing: a whole number; or give data.max_epochs for as many steps as the data allows"
-            faults.append(Fault(key="max_steps", message=message))
+        if self.only_scores:
+            # Whatever is wrong about the training data, the batch or the schedule: nothing of it is used.
+            return [
+                *check_scoring(self.val),
+                *check_weights(self.model, resuming=self.resume is not None),
+                *check_resume(self.resume, self.run, clean=self.clean, max_steps=None, counts_on=True),
+                *check_suite(self.val),
+            ]
         # With the counters set back, the checkpoint's step says nothing about how far this run is.
         counts_on = self.ckpt is None or not self.ckpt.skip_progress
         return [
-            *faults,
+            *check_end(self.data, max_steps=self.max_steps),
             *check_weights(self.model, resuming=self.resume is not None),
             *check_batch(self.data, self.deployment),
             *check_schedule(self.scheduler, lr=self.optim.lr, total_steps=self.max_steps),
             *check_resume(self.resume, self.run, clean=self.clean, max_steps=self.max_steps, counts_on=counts_on),
-            *check_folders(self.data, self.val),
+            *check_rounds(self.val, self.eval_snapshots),
+            *check_data(self.data),
+            *check_suite(self.val),
         ]

@@ -201,7 +201,7 @@ class TestFolders:
             "val.sets": "gone does not exist"
         }
         assert faults(val__interval="5", val__sets='["a"]', val__data_dir="there") == {
-            "val.sets": "there/a does not exist"
+            "val.sets": "there/a does not exist, and there is no a.jsonl, .jsonl.gz, .json or .parquet beside it"
         }
         assert faults(val__interval="5", val__sets='["a"]', val__data_dir="gone") == {
             "val.data_dir": "gone does not exist"
@@ -218,6 +218,12 @@ class TestValidation:
     def test_something_says_when(self):
         assert list(faults(val__sets=self.SETS)) == ["val.interval"]
         assert sft(val__sets=self.SETS, val__eval_on_end="true").val is not None
+        assert sft(val__sets=self.SETS, eval_snapshots__interval="5").val is not None  # eval-worker scores them
+
+    @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "a"])
+    def test_a_name_is_a_folder_or_a_file_of_rows(self, name: str):
+        Path("there", name).touch()
+        assert sft(val__interval="5", val__sets='["a"]', val__data_dir="there").val is not None
 
     def test_names_need_a_folder_and_differ(self):
         assert list(faults(val__interval="5", val__sets='["a"]')) == ["val.sets"]

@@ -89,8 +89,8 @@ def test_an_unknown_flag_is_refused_with_the_nearest_name(flag: str, line: str):
         ('optim = "None"', "optim (b.toml): expected a table, got None"),
         ("data = 3", "data (b.toml): expected a table, got 3"),
         ('output_dir = ""', 'output_dir (b.toml): expected a path, got ""'),
-        ("[data]\ntype = 3", 'data.type (b.toml): expected "sft", "tokens" or "fake", got 3'),
-        ("[data]\ntype = []", 'data.type (b.toml): expected "sft", "tokens" or "fake", got []'),
+        ("[data]\ntype = 3", 'data.type (b.toml): expected "sft", "tokens", "fake" or "none", got 3'),
+        ("[data]\ntype = []", 'data.type (b.toml): expected "sft", "tokens", "fake" or "none", got []'),
         (
             "[model.arch]\nday = 1979-05-27",
             'model.arch.day (b.toml): expected any value, got "1979-05-27"; put a date or time in quotes if it is text',

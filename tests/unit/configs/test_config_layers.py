@@ -177,12 +177,12 @@ class TestUnions:
 
     def test_an_unknown_type_lists_the_variants(self):
         assert fault_lines("--data.type", "fakes") == [
-            'data.type (flag --data.type): expected "sft", "tokens" or "fake", got "fakes"; did you mean "fake"?'
+            'data.type (flag --data.type): expected "sft", "tokens", "fake" or "none", got "fakes"; did you mean "fake"?'
         ]
         write("b.toml", "max_steps = 3\n")
         with pytest.raises(ConfigError) as caught:
             resolve(["@", "b.toml"])
-        assert render_error(caught.value) == 'data: is missing: a table with type = "sft", "tokens" or "fake"'
+        assert render_error(caught.value) == 'data: is missing: a table with type = "sft", "tokens", "fake" or "none"'
 
 
 class TestResolvedJson:
