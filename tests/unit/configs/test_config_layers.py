@@ -177,7 +177,8 @@ class TestUnions:
 
     def test_an_unknown_type_lists_the_variants(self):
         assert fault_lines("--data.type", "fakes") == [
-            'data.type (flag --data.type): expected "sft", "tokens", "fake" or "none", got "fakes"; did you mean "fake"?'
+            'data.type (flag --data.type): expected "sft", "tokens", "fake" or "none", got "fakes"; did you mean '
+            '"fake"?'
         ]
         write("b.toml", "max_steps = 3\n")
         with pytest.raises(ConfigError) as caught:
