@@ -2,11 +2,9 @@
 
 import json
 import logging
-import shutil
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,22 +18,15 @@ from configs.errors import ConfigError
 from trainer.checkpoint.agreement import agree
 from trainer.checkpoint.export import DTYPES, MODEL_PREFIX
 from trainer.checkpoint.fits import check_fits
-from trainer.checkpoint.folder import (
-    FOLDER_NAME,
-    commit,
-    find_checkpoint,
-    prepare,
-    prune,
-    step_path,
-)
-from trainer.checkpoint.manifest import FileRecord, file_records, read_manifest, wrong_content
+from trainer.checkpoint.folder import FOLDER_NAME, find_checkpoint, prepare, prune, step_path
+from trainer.checkpoint.folder_writer import FolderWriter
+from trainer.checkpoint.manifest import file_records, read_manifest, wrong_content
 from trainer.checkpoint.model_record import ModelRecord
 from trainer.checkpoint.safe_reader import DamagedError, SafeReader
-from trainer.checkpoint.staging import Stager
-from trainer.checkpoint.tensor_writer import checkpoint_size, write_tensors
+from trainer.checkpoint.tensor_writer import checkpoint_size
 from trainer.checkpoint.weights_folder import WeightsFolder, discard_weights, weights_size
 from trainer.errors import RunError
-from trainer.files import make_empty, require_space
+from trainer.files import require_space
 from trainer.parallel.mesh import Mesh
 
 logger = logging.getLogger(__name__)
@@ -65,9 +56,9 @@ class Checkpointer:
         self._config = config
         self._mesh = mesh
         self._model = model
-        self._stager = Stager(mesh.device)
-        self._writer: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self.writer = FolderWriter(mesh)
+        """The run's only one: what else writes tensors in the background does it with this."""
+
         self._committed: set[int] = set()
         """Steps written by this object, since the step it last loaded."""
         self._first_loaded: int | None = None
@@ -86,13 +77,21 @@ class Checkpointer:
         interval = None if self._config is None else self._config.interval
         return interval is not None and step > 0 and step % interval == 0
 
+    def size(self, tensors: Mapping[str, Tensor]) -> int:
+        """Bytes that a checkpoint of `tensors` takes on disk, with its weights if `ckpt.weights` asks for them."""
+        size = checkpoint_size(tensors, self._mesh.world_size)
+        if self._config is not None and self._config.weights and self._model is not None:
+            count = sum(tensor.numel() for name, tensor in tensors.items() if name.startswith(MODEL_PREFIX))
+            size += weights_size(count, DTYPES[self._model.export_dtype].itemsize)
+        return size
+
     def check_space(self, tensors: Mapping[str, Tensor]) -> None:
         """Check at start that one checkpoint of `tensors` fits, with its weights if `ckpt.weights` asks for them.
 
         Raises:
             RunError: it does not.
         """
-        num_bytes = self._size(tensors)
+        num_bytes = self.size(tensors)
         self._agree(lambda: require_space(self._folder, num_bytes, "a checkpoint"))
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -109,13 +108,13 @@ class Checkpointer:
         """
         config = self._saving_config()
         self.wait()
-        size = self._size(tensors)
+        size = self.size(tensors)
         if self._agree(lambda: self._is_saved_or_fits(step, size))[0]:
             return
-        staged = self._stager.stage(tensors)
+        staged = self.writer.stage(step, tensors)
         model = {} if self._model is None else {"model": self._model.to_json()}
         frozen_state = json.loads(json.dumps({**state, **model}))
-        self._do(lambda: self._write(step, staged, frozen_state), in_background=config.async_save)
+        self.writer.do(lambda: self._write(step, staged, frozen_state), in_background=config.async_save)
 
     def make_up_weights(self, path: Path) -> None:
         """With `ckpt.weights`: write the weights of a checkpoint of this run whose run was killed before it could.
@@ -130,20 +129,15 @@ class Checkpointer:
         weights = self._weights
         if not any(self._agree(lambda: weights is not None and not weights.has(step))):
             return
-        self._do(lambda: self._write_weights(step), in_background=config.async_save)
+        self.writer.do(lambda: self._write_weights(step), in_background=config.async_save)
 
     def wait(self) -> None:
-        """Return when the last save is committed.
+        """Return when the last save is committed, and all else that `writer` does.
 
         Raises:
-            RunError: it failed, on any rank. Earlier checkpoints are as they were.
+            RunError: some of it failed, on any rank. Earlier checkpoints are as they were.
         """
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        self.writer.wait()
 
     def find(self, run_dir: Path, *, step: int | None = None, at_most: int | None = None) -> Path:
         """`find_checkpoint`, and the content of what it finds: each rank reads a share of the files.
@@ -191,6 +185,7 @@ class Checkpointer:
                 reading itself broke off.
         """
         self.wait()
+        self.writer.forget()
         checked: list[Metadata] = []
         self._agree(lambda: checked.append(check_fits(path, tensors, ignore)))
         found, self._found = self._found, None
@@ -217,8 +212,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Free the staging memory. `wait` comes first: only it tells whether the last save succeeded."""
-        if self._writer is None:
-            self._stager.close()
+        self.writer.close()
 
     def _is_own(self, step: int) -> bool:
         return self._first_loaded is None or step <= self._first_loaded or step in self._committed
@@ -240,13 +234,6 @@ class Checkpointer:
             if self._model is None:
                 raise ValueError("ckpt.weights without a ModelRecord")
             self._weights = WeightsFolder(self._run_dir, self._model)
-
-    def _size(self, tensors: Mapping[str, Tensor]) -> int:
-        size = checkpoint_size(tensors, self._mesh.world_size)
-        if self._config is not None and self._config.weights and self._model is not None:
-            count = sum(tensor.numel() for name, tensor in tensors.items() if name.startswith(MODEL_PREFIX))
-            size += weights_size(count, DTYPES[self._model.export_dtype].itemsize)
-        return size
 
     def _look(self, run_dir: Path, step: int | None, at_most: int | None) -> Path | None:
         if self._mesh.rank != 0:
@@ -270,32 +257,18 @@ class Checkpointer:
 
         return next((reason for reason in self._agree(read_share) if reason is not None), None)
 
-    def _do(self, work: Callable[[], None], *, in_background: bool) -> None:
-        if not in_background:
-            work()
-            return
-
-        def keep_error() -> None:
-            try:
-                work()
-            except BaseException as error:  # raised by the next `wait`, in the thread that can end the run
-                self._error = error
-
-        # A daemon: it must not outlive a run that dies.
-        self._writer = threading.Thread(target=keep_error, name="checkpoint", daemon=True)
-        self._writer.start()
-
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         config = self._saving_config()
-        temporary = self._folder / f".step_{step}.tmp"
         try:
-            # Agreed before anyone writes: another rank must not write into a folder that rank 0 still clears.
-            self._agree(self._on_rank_0(lambda: make_empty(temporary)))
-            files = _merge(self._agree(lambda: write_tensors(temporary, tensors, self._mesh)))
-            self._agree(self._on_rank_0(lambda: self._commit(temporary, step, state, files)))
+            self.writer.write(
+                step_path(self._folder, step),
+                step=step,
+                tensors=tensors,
+                state=state,
+                # Those of an earlier attempt are of other weights than the checkpoint about to take the step's name.
+                before_commit=lambda: discard_weights(self._run_dir, step),
+            )
         except RunError as error:
-            if self._mesh.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)  # a full disk should not stay full of it
             raise RunError(
                 f"checkpoint step_{step} could not be written to {self._folder}: {error}; "
                 "earlier checkpoints are as they were"
@@ -311,11 +284,6 @@ class Checkpointer:
                 keep_interval=config.keep_interval,
                 on_removal=partial(discard_weights, self._run_dir),
             )
-
-    def _commit(self, temporary: Path, step: int, state: dict[str, Any], files: Mapping[str, FileRecord]) -> None:
-        # Those of an earlier attempt are of other weights than the checkpoint about to take the step's name.
-        discard_weights(self._run_dir, step)
-        commit(temporary, step_path(self._folder, step), step=step, state=state, files=files)
 
     def _write_weights(self, step: int) -> None:
         """Export the committed checkpoint of `step`, on rank 0; the others wait, so that all fail together."""
@@ -347,7 +315,3 @@ class Checkpointer:
 
     def _agree(self, action: Callable[[], T]) -> list[T]:
         return agree(self._mesh, action)
-
-
-def _merge(parts: Iterable[dict[str, FileRecord]]) -> dict[str, FileRecord]:
-    return {name: record for part in parts for name, record in part.items()}

@@ -50,6 +50,11 @@ def claimed(run_dir: Path) -> list[int]:
     return _steps(run_dir, claimed=True)
 
 
+def was_written(run_dir: Path, step: int) -> bool:
+    """The snapshot of `step` waits or is being scored, or was the last; of others that were scored nothing is left."""
+    return step in (*waiting(run_dir), *claimed(run_dir), final_step(run_dir))
+
+
 def claim(run_dir: Path, step: int) -> Path | None:
     """Take the waiting snapshot of `step`. Only the holder of the worker's lock may call this.
 

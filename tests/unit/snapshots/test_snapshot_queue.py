@@ -37,9 +37,11 @@ def test_steps_are_ordered_as_numbers_and_nothing_else_is_one(tmp_path: Path) ->
 def test_a_claimed_one_waits_no_more(tmp_path: Path) -> None:
     put(tmp_path, 1, 2)
     path = queue.claim(tmp_path, 2)
-    assert path == queue.claimed_path(tmp_path, 2) and (path / "weights").read_text() == "weights"
+    assert path is not None and path == queue.claimed_path(tmp_path, 2)
+    assert (path / "weights").read_text() == "weights"
     assert (queue.waiting(tmp_path), queue.claimed(tmp_path)) == ([1], [2])
     assert queue.claim(tmp_path, 3) is None
+    assert [step for step in range(4) if queue.was_written(tmp_path, step)] == [1, 2]
     assert queue.discard(path)
     assert not queue.discard(path)
     assert names(tmp_path) == ["step_1"]
@@ -87,6 +89,7 @@ def test_of_two_snapshots_of_a_step_the_newer_one_counts(tmp_path: Path) -> None
 def test_the_last_one(tmp_path: Path) -> None:
     queue.mark_final(tmp_path, 12)
     assert (queue.is_over(tmp_path), queue.final_step(tmp_path)) == (True, 12)
+    assert queue.was_written(tmp_path, 12)
     queue.unmark_final(tmp_path)
     assert (queue.is_over(tmp_path), queue.final_step(tmp_path)) == (False, None)
 
