@@ -34,6 +34,11 @@ def try_lock(file: TextIO | int, *, shared: bool = False) -> bool | None:
     return True
 
 
+def unlock(file: TextIO | int) -> None:
+    """Give up the lock on a file that stays open."""
+    fcntl.flock(file, fcntl.LOCK_UN)
+
+
 def is_at(handle: int, path: Path) -> bool:
     """The open file is the one at `path`: somebody may have deleted it meanwhile, and a deleted one locks nothing."""
     try:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from configs.errors import ConfigError
 from configs.sft import SFTConfig
 from trainer.monitors.console import ConsoleMonitor
-from trainer.monitors.jsonl import JsonlMonitor
+from trainer.monitors.jsonl import JsonlMonitor, append_late
 
 if TYPE_CHECKING:
-    from trainer.monitors.wandb import WandbMonitor
+    from trainer.monitors.wandb import LateWandb, WandbMonitor
 
 
 class Monitors:
@@ -117,9 +117,85 @@ def build_monitors(
             resume_id=wandb_id,
             last_step=last_step,
             must_start=_must_start(config),
+            shared=config.eval_snapshots is not None,
         )
     console = ConsoleMonitor(interval=config.log.interval, start_step=start_step, total_steps=total_steps)
     return Monitors(start_step=start_step, console=console, jsonl=jsonl, wandb=wandb)
+
+
+class LateMonitors:
+    """The monitors of a run for results of steps that its training may have passed, or never gone on from.
+
+    Nothing is cut back, steps may come in any order, and a training may write to the same places meanwhile.
+    """
+
+    def __init__(self, *, console: ConsoleMonitor, path: Path, wandb: "LateWandb | None") -> None:
+        self._console = console
+        self._path = path
+        self._wandb = wandb
+
+    def log(
+        self,
+        step: int,
+        metrics: Mapping[str, float | int | str],
+        still_holds: Callable[[], bool] = lambda: True,
+    ) -> bool:
+        """Record the metrics of a step.
+
+        Args:
+            still_holds: asked at a moment when the training cannot cut metrics.jsonl back before the line is in it:
+                whether the weights are still those of the run's history.
+
+        Returns:
+            whether they were recorded.
+
+        Raises:
+            RunError: metrics.jsonl cannot be written.
+        """
+        if not append_late(self._path, step, metrics, still_holds):
+            return False
+        self._console.log(step, metrics)
+        if self._wandb is not None:
+            self._wandb.log(step, metrics)
+        return True
+
+    def show_part(self, description: str, completed: int, total: int) -> None:
+        """Show on a terminal how far a long part of a step is; nothing is recorded."""
+        self._console.show_part(description, completed, total)
+
+    def say(self, text: str) -> None:
+        """One line for whoever watches."""
+        self._console.say(text)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Write out what is pending and give the terminal back."""
+        self._console.close()
+        if self._wandb is not None:
+            self._wandb.close(exit_code)
+
+
+def open_late_monitors(config: SFTConfig, run_dir: Path, wandb_id: str | None) -> LateMonitors:
+    """Open the monitors of a run beside, or after, its training; on rank 0.
+
+    Args:
+        config: of the run.
+        run_dir: its existing folder; metrics.jsonl need not be there.
+        wandb_id: of the training, from the state of its checkpoint or snapshot. Where wandb takes no more than one
+            process at a time, the results go to a wandb run of their own, named `<run>-eval`.
+    """
+    late_wandb = None
+    if config.monitors.wandb is not None:
+        _require_wandb()
+        from trainer.monitors.wandb import LateWandb
+
+        late_wandb = LateWandb(
+            config.monitors.wandb,
+            run_dir=run_dir,
+            run_config=config.model_dump(mode="json"),
+            training_id=wandb_id,
+        )
+    console = ConsoleMonitor(interval=1, start_step=0, total_steps=None, description="scored step")
+    return LateMonitors(console=console, path=run_dir / "metrics.jsonl", wandb=late_wandb)
 
 
 def check_monitors(config: SFTConfig, say: Callable[[str], None]) -> None:

@@ -24,16 +24,17 @@ class ConsoleMonitor:
     """Lines go through logging, so that they reach the rank's log file too; `trainer.progress.ConsoleHandler` prints
     them above the bar."""
 
-    def __init__(self, *, interval: int, start_step: int, total_steps: int) -> None:
+    def __init__(self, *, interval: int, start_step: int, total_steps: int | None, description: str = "steps") -> None:
         """
         Args:
             interval: print the line of every interval-th step, and of the last.
             start_step: steps done before this start.
-            total_steps: steps of the whole run.
+            total_steps: steps of the whole run; None where nobody counts up to them.
+            description: what the bar counts.
         """
         self._interval = interval
         self._total = total_steps
-        self._bar = ProgressBar(description="steps", total=total_steps, completed=start_step)
+        self._bar = ProgressBar(description=description, total=total_steps, completed=start_step)
 
     def log(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
         self._bar.update(step)
@@ -55,7 +56,7 @@ class ConsoleMonitor:
         self._bar.close()
 
 
-def format_step(step: int, total: int, metrics: Mapping[str, float | int | str]) -> str:
+def format_step(step: int, total: int | None, metrics: Mapping[str, float | int | str]) -> str:
     """The line of a training step. What was not measured is left out.
 
     Example:
@@ -65,7 +66,7 @@ def format_step(step: int, total: int, metrics: Mapping[str, float | int | str])
     return " | ".join([_step_of(step, total), *shown])
 
 
-def format_validation(step: int, total: int, metrics: Mapping[str, float | int | str]) -> list[str]:
+def format_validation(step: int, total: int | None, metrics: Mapping[str, float | int | str]) -> list[str]:
     """A line for each held-out set and window length: `val/<set>/<metric>@<length>`, or `val/<metric>` for chats.
 
     Example:
@@ -82,5 +83,7 @@ def format_validation(step: int, total: int, metrics: Mapping[str, float | int |
     return [" | ".join([_step_of(step, total), heading, *values]) for heading, values in rounds.items()]
 
 
-def _step_of(step: int, total: int) -> str:
+def _step_of(step: int, total: int | None) -> str:
+    if total is None:
+        return f"step {step}"
     return f"step {step:>{len(str(total))}}/{total}"

@@ -3,47 +3,54 @@
 It is the history of the weights that the run holds now: when the run goes back to a checkpoint, what was written after
 that checkpoint goes too. JSON has no NaN and no infinities, and readers in other languages refuse the words that
 Python writes for them, so a value that is not finite becomes null.
+
+Two processes may write: the training, and one that scores what the training left for it. Each line is one write of a
+file opened for appending, under a lock that cutting the file back takes too.
 """
 
 import json
 import logging
 import math
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import orjson
 
 from trainer.errors import RunError
+from trainer.locks import is_at, try_lock, unlock
 
 logger = logging.getLogger(__name__)
 
 _MAX_STEP = 2**53
 
 
+_LOCK_SECONDS = 10.0
+"""A line takes far less. A file server may keep the lock of a machine that is gone, and training must not stop there:
+after that long it goes on without."""
+
+
 class JsonlMonitor:
-    """Appends to the file, one flushed line per call, so that a killed run loses one torn line at most."""
+    """Appends to the file, one write per call, so that a killed run loses one torn line at most."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: TextIO | None = None
+        self._file: int | None = None
         self.recorded: frozenset[str] = frozenset()
         """Names of the metrics on record for the step of the last `cut_back`."""
 
     def log(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
         """Append {"step": step, ...metrics}."""
-        record = {"step": step} | {name: json_value(value) for name, value in metrics.items()}
-        line = json.dumps(record, allow_nan=False) + "\n"
         try:
             if self._file is None:
-                self._file = self._path.open("a", encoding="utf-8")
-            self._file.write(line)
-            self._file.flush()
+                self._file = _open(self._path)
+            with _alone(self._file):
+                _append(self._file, _line(step, metrics))
         except OSError as error:
-            self._abandon()
-            raise RunError(f"cannot write {self._path}: {error.strerror}") from error
+            raise _unwritable(self._path, error) from error
 
     def cut_back(self, step: int) -> int | None:
         """Drop the records of steps after `step`, and a line that a killed run left unfinished.
@@ -58,7 +65,8 @@ class JsonlMonitor:
         shorter = self._path.with_name(f"{self._path.name}.tmp")
         last_step: int | None = None
         try:
-            with self._path.open("rb") as old, shorter.open("wb") as new:
+            # Whoever has the lock of the old file when its place is taken looks again: see append_late.
+            with self._path.open("r+b") as old, _alone(old.fileno()), shorter.open("wb") as new:
                 for number, line in enumerate(old, start=1):
                     record = _whole_record(line)
                     if record is None:
@@ -71,22 +79,109 @@ class JsonlMonitor:
                         new.write(line)
                 new.flush()
                 os.fsync(new.fileno())
-            shorter.replace(self._path)
+                shorter.replace(self._path)
         except OSError as error:
             raise RunError(f"cannot cut {self._path} back to step {step}: {error.strerror}") from error
         return last_step
 
-    def _abandon(self) -> None:
-        """Close the file without what is still in its buffer, which would fail again and hide the first error."""
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
-            self._file = None
-
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            os.close(self._file)
             self._file = None
+
+
+def append_late(
+    path: Path, step: int, metrics: Mapping[str, float | int | str], still_holds: Callable[[], bool] = lambda: True
+) -> bool:
+    """Append a record to a file that another process may be writing, or cutting back, at the same time.
+
+    Args:
+        path: need not exist yet; its folder must.
+        step: any; lines of earlier steps may come after those of later ones.
+        still_holds: asked when nobody can cut the file back any more before the line is in it: whether the record is
+            of the history that the file tells.
+
+    Returns:
+        whether it was written.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    try:
+        while True:
+            file = _open(path)
+            try:
+                with _alone(file) as is_alone:
+                    if not is_at(file, path):
+                        continue  # it was cut back meanwhile, into a new file
+                    if not still_holds():
+                        return False
+                    _end_last_line(file, may_cut=is_alone)
+                    _append(file, _line(step, metrics))
+                    return True
+            finally:
+                os.close(file)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _line(step: int, metrics: Mapping[str, float | int | str]) -> bytes:
+    record = {"step": step} | {name: json_value(value) for name, value in metrics.items()}
+    return (json.dumps(record, allow_nan=False) + "\n").encode()
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+
+
+def _append(file: int, line: bytes) -> None:
+    """All of the line or, on a full disk, nothing of it."""
+    written = os.write(file, line)
+    if written == len(line):
+        return
+    try:
+        while written < len(line):
+            written += os.write(file, line[written:])
+    except OSError:
+        with suppress(OSError):
+            os.truncate(file, os.fstat(file).st_size - written)
+        raise
+
+
+def _end_last_line(file: int, *, may_cut: bool) -> None:
+    """Take away what a killed process left of a line: the next one would be glued to it.
+
+    Args:
+        may_cut: nobody is writing; else it may be a line that is being written, and gets an end instead.
+    """
+    size = os.fstat(file).st_size
+    if size == 0 or os.pread(file, 1, size - 1) == b"\n":
+        return
+    if not may_cut:
+        os.write(file, b"\n")
+        return
+    end, block = size, b""
+    while end > 0 and b"\n" not in block:
+        start = max(0, end - (1 << 16))
+        block, end = os.pread(file, end - start, start), start
+    os.truncate(file, end + block.rfind(b"\n") + 1)
+
+
+@contextmanager
+def _alone(file: int) -> Iterator[bool]:
+    """Hold the lock of the open file; whether it was got. Its waiting ends after _LOCK_SECONDS."""
+    give_up = time.monotonic() + _LOCK_SECONDS
+    while (locked := try_lock(file)) is False and time.monotonic() < give_up:
+        time.sleep(0.002)
+    try:
+        yield locked is True
+    finally:
+        if locked:
+            unlock(file)
+
+
+def _unwritable(path: Path, error: OSError) -> RunError:
+    return RunError(f"cannot write {path}: {error.strerror}")
 
 
 def json_value(value: float | int | str) -> float | int | str | None:

@@ -15,7 +15,8 @@ from configs.errors import ConfigError  # noqa: E402
 from configs.monitor import WandbConfig  # noqa: E402
 from configs.sft import SFTConfig  # noqa: E402
 from trainer.monitors import Monitors, build_monitors  # noqa: E402
-from trainer.monitors.wandb import WandbMonitor, without_secrets  # noqa: E402
+from trainer.monitors.wandb import WandbMonitor  # noqa: E402
+from trainer.monitors.wandb_run import without_secrets  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

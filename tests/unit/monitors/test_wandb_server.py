@@ -17,6 +17,7 @@ import pytest
 wandb = pytest.importorskip("wandb", reason="wandb is not installed on the GPU machine")
 
 import trainer.monitors.wandb as monitor_module  # noqa: E402
+import trainer.monitors.wandb_run as run_module  # noqa: E402
 from configs.errors import ConfigError  # noqa: E402
 from configs.sft import SFTConfig  # noqa: E402
 from trainer.monitors import build_monitors, check_monitors  # noqa: E402
@@ -158,7 +159,7 @@ def test_a_server_that_goes_away_holds_up_nothing(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Steps are recorded as before, the end waits a bounded time, and one line says how to send the rest."""
-    monkeypatch.setattr(monitor_module, "_FINISH_SECONDS", 1)
+    monkeypatch.setattr(run_module, "_FINISH_SECONDS", 1)
     monitors = build_monitors(config_of(), tmp_path, start_step=0, total_steps=600, wandb_id=None)
     assert monitors.wandb_id is not None
     monitors.log(1, {"loss/mean": 1.0})
@@ -178,8 +179,8 @@ def test_a_server_that_goes_away_holds_up_nothing(
 
 def test_a_failed_run_does_not_wait_for_wandb(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its peers wait in a collective until it has said that it failed."""
-    monkeypatch.setattr(monitor_module, "_FINISH_SECONDS", 8)
-    monkeypatch.setattr(monitor_module, "_FAILED_FINISH_SECONDS", 0.2)
+    monkeypatch.setattr(run_module, "_FINISH_SECONDS", 8)
+    monkeypatch.setattr(run_module, "_FAILED_FINISH_SECONDS", 0.2)
     monitors = build_monitors(config_of(), tmp_path, start_step=0, total_steps=9, wandb_id=None)
     monitors.log(1, {"loss/mean": 1.0})
     server.gone = True
