@@ -59,8 +59,8 @@ def continuation_metrics(scores: Scores) -> dict[str, float]:
     Raises:
         RunError: no token that spells text was scored.
     """
-    acc = _share(_all_hit(scores), scores.nats[_scored(scores)])
-    return {"loss": _loss(scores), "bpb": _bits_per_byte(scores), "acc": acc}
+    loss, bits_per_byte = _loss(scores), _bits_per_byte(scores)
+    return {"loss": loss, "bpb": bits_per_byte, "acc": _share(_all_hit(scores), scores.nats[_scored(scores)])}
 
 
 def pair_metrics(scores: Scores, options: Options) -> dict[str, float]:

@@ -20,7 +20,7 @@ from trainer.data.collate import collate
 from trainer.data.digest import digest_rows
 from trainer.data.row import Rows
 from trainer.errors import RunError
-from trainer.validation.token_set import TokenSet
+from trainer.validation.sets.token_folder import TokenFolder
 
 VOCAB, EOS, SEQ_LEN = 40, 0, 12
 ENDINGS = ["", ".index", ".metadata", ".loss"]
@@ -78,13 +78,20 @@ def read_all(folder: Path) -> int:
         assert [int(lengths.sum()) for lengths in rows.segment_lengths] == [SEQ_LEN] * source.num_rows
         assert batch.num_loss_tokens == counted.size
         digest_rows(rows, np.arange(source.num_rows))
-    held_out = TokenSet("set", folder, vocab_size=VOCAB, eos_token_id=EOS, tokenizer_name="tiny", prefix_id=EOS)
+    held_out = TokenFolder(
+        "set",
+        folder,
+        byte_counts=np.ones(VOCAB, np.int64),
+        eos_token_id=EOS,
+        tokenizer_name="tiny",
+        prefix_id=EOS,
+    )
     windows = held_out.windows(8)
-    for start, length in zip(windows.starts.tolist(), windows.num_inputs.tolist(), strict=True):
-        input_ids, labels = held_out.read(start, length)
-        assert len(input_ids) == len(labels) == length
-        assert int(input_ids.min()) >= 0 and int(input_ids.max()) < VOCAB
-        assert ((labels == IGNORE_INDEX) | ((labels >= 0) & (labels < VOCAB))).all()
+    for number, length in enumerate(windows.num_inputs.tolist()):
+        piece = held_out.read(windows, number)
+        assert len(piece.input_ids) == len(piece.labels) == length
+        assert int(piece.input_ids.min()) >= 0 and int(piece.input_ids.max()) < VOCAB
+        assert ((piece.labels == IGNORE_INDEX) | ((piece.labels >= 0) & (piece.labels < VOCAB))).all()
     return state["pool"]["tokens"]
 
 

@@ -10,38 +10,46 @@ from configs.data import TokensDataConfig
 from models.batch import IGNORE_INDEX
 from trainer.data.build import build_source
 from trainer.data.row import Rows
-from trainer.validation.token_set import TokenSet
+from trainer.validation.sets.token_folder import TokenFolder
 
 BOS, EOS = 1, 0
 
 
-def make_set(folder: Path, prefix_id: int | None) -> TokenSet:
-    return TokenSet("set", folder, vocab_size=99, eos_token_id=EOS, tokenizer_name="tiny", prefix_id=prefix_id)
+def make_set(folder: Path, prefix_id: int | None) -> TokenFolder:
+    byte_counts = np.ones(99, np.int64)
+    return TokenFolder(
+        "set", folder, byte_counts=byte_counts, eos_token_id=EOS, tokenizer_name="tiny", prefix_id=prefix_id
+    )
 
 
-def read_windows(set_: TokenSet, seq_len: int) -> list[tuple[list[int], list[int]]]:
+def read_windows(set_: TokenFolder, seq_len: int) -> list[tuple[list[int], list[int]]]:
     windows = set_.windows(seq_len)
-    pairs = zip(windows.starts.tolist(), windows.num_inputs.tolist(), strict=True)
-    return [(ids.tolist(), labels.tolist()) for ids, labels in (set_.read(*pair) for pair in pairs)]
+    pieces = [set_.read(windows, number) for number in range(len(windows.sequences))]
+    return [(piece.input_ids.tolist(), piece.labels.tolist()) for piece in pieces]
 
 
 def test_shards_with_a_bos_get_no_second_one(write_shard: Callable[..., Path]) -> None:
     """Field case R24: the tokenizer wrote a BOS and `val.context = "prefix"` asks for one: one, at index 0."""
     with_bos = make_set(write_shard([[BOS, 40, 41, EOS], [BOS, 42, EOS]], "with"), BOS)
     assert read_windows(with_bos, 8) == [
-        ([BOS, 40, 41, EOS], [40, 41, EOS, IGNORE_INDEX]),
-        ([BOS, 42, EOS], [42, EOS, IGNORE_INDEX]),
+        ([BOS, 40, 41], [40, 41, EOS]),
+        ([BOS, 42], [42, EOS]),
     ]
     without = make_set(write_shard([[40, 41, EOS], [42, EOS]], "without"), BOS)
     assert read_windows(without, 8) == [([BOS, 40, 41], [40, 41, EOS]), ([BOS, 42], [42, EOS])]
 
 
-def test_later_windows_get_theirs(write_shard: Callable[..., Path]) -> None:
+def test_later_windows_have_the_tokens_before_them_instead(write_shard: Callable[..., Path]) -> None:
     set_ = make_set(write_shard([[BOS, 40, 41, 42, 43, EOS]]), BOS)
     assert read_windows(set_, 3) == [
-        ([BOS, 40, 41], [40, 41, IGNORE_INDEX]),
-        ([BOS, 42, 43], [42, 43, EOS]),
+        ([BOS, 40, 41], [40, 41, 42]),
+        ([41, 42, 43], [IGNORE_INDEX, 43, EOS]),
     ]
+
+
+def test_some_documents_may_have_one_and_others_not(write_shard: Callable[..., Path]) -> None:
+    set_ = make_set(write_shard([[BOS, 40, EOS], [41, EOS], [BOS, 42, EOS]]), BOS)
+    assert read_windows(set_, 8) == [([BOS, 40], [40, EOS]), ([BOS, 41], [41, EOS]), ([BOS, 42], [42, EOS])]
 
 
 @pytest.mark.parametrize("loss", [None, [1, 1, 0, 1, 1, 1, 1]])
@@ -55,7 +63,11 @@ def test_the_same_tokens_are_scored_after_either_bos(write_shard: Callable[..., 
 def test_an_eos_that_is_the_bos_is_still_scored_alone(write_shard: Callable[..., Path]) -> None:
     """GPT-2's tokenizer has one token for both: a last window that is nothing but the EOS predicts it."""
     set_ = make_set(write_shard([[40, 41, EOS], [EOS]]), EOS)
-    assert read_windows(set_, 2) == [([EOS, 40], [40, 41]), ([EOS], [EOS]), ([EOS], [EOS])]
+    assert read_windows(set_, 2) == [
+        ([EOS, 40], [40, 41]),
+        ([40, 41], [IGNORE_INDEX, EOS]),
+        ([EOS], [EOS]),
+    ]
 
 
 def test_without_a_prefix_nothing_is_added(write_shard: Callable[..., Path]) -> None:

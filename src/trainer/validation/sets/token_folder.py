@@ -70,12 +70,16 @@ class TokenFolder:
         return len(self._ends)
 
     @property
+    def num_sequences(self) -> int:
+        return len(self._ends)
+
+    @property
     def notes(self) -> list[str]:
         notes = []
         if self._pool.chunk_shuffled is not None:
             notes.append(f"{self._pool.chunk_shuffled} was shuffled in chunks: a document cut by a chunk counts as two")
         if self._num_empty:
-            notes.append(f"held-out set {self.name}: {self._num_empty} documents without tokens are left out")
+            notes.append(f"held-out set {self.name}: documents without tokens, left out: {self._num_empty}")
         return notes
 
     @property
