@@ -6,32 +6,40 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from configs.errors import ConfigError
-from configs.validation import ValChatConfig, ValConfig, ValSetConfig
+from configs.validation import SuiteConfig, ValChatConfig, ValSetConfig
 from trainer.data.chat.build import ChatTools, build_val_chats
+from trainer.data.row import Track, untracked
 from trainer.parallel.mesh import Mesh
 from trainer.validation.chat_task import ChatTask
 from trainer.validation.scoring import Validation
 from trainer.validation.set_task import SetTask
+from trainer.validation.sets.text_set import Begin, TextSet
+from trainer.validation.sets.token_folder import TokenFolder
 from trainer.validation.task import Task
 from trainer.validation.token_bytes import adds_leading_space, token_bytes
-from trainer.validation.token_set import TokenSet
 from trainer.validation.windows import KEY, LikelihoodSet
 
 if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerBase
 
+_ENDINGS = ("", ".jsonl", ".jsonl.gz", ".json", ".parquet")
+"""Of what a name in data_dir may be called."""
+
 
 def build_validation(
-    config: ValConfig | None,
+    config: SuiteConfig | None,
     *,
     tokenizer: "PreTrainedTokenizerBase | None",
     vocab_size: int,
     mesh: Mesh,
     pin_memory: bool,
+    cache_dir: Path,
     chats: ChatTools | None = None,
+    arrays_dir: Path | None = None,
+    track: Track = untracked,
 ) -> Validation | None:
-    """What scores the sets and conversations of `[val]`; None without that table.
+    """What scores the sets and conversations of `[val]`; None without that table. Collective.
 
     Args:
         config: the table.
@@ -39,11 +47,14 @@ def build_validation(
         vocab_size: ids the model knows.
         mesh: the ranks that share the work.
         pin_memory: batches go through pinned memory.
+        cache_dir: folder of tokenised sets, where the table names none.
         chats: what turns conversations into tokens; None when the run has no tokenizer.
+        arrays_dir: folder for the scores of single documents; None: they are not kept.
+        track: told how far the tokenising is.
 
     Raises:
         ConfigError: a set or the conversations are missing, damaged, of another tokenizer or without anything to score,
-            or the bytes of a set's tokens cannot be counted.
+            the bytes of a set's tokens cannot be counted, or ranks see different data.
     """
     if config is None:
         return None
@@ -51,8 +62,18 @@ def build_validation(
     if config.data is not None:
         tasks.append(_build_chats(config.data, chats, vocab_size))
     if config.sets:
-        tasks += _build_sets(config, tokenizer, vocab_size, mesh.device)
-    return Validation(tasks=tasks, mesh=mesh, pin_memory=pin_memory)
+        tasks += _build_sets(
+            config,
+            tokenizer,
+            vocab_size,
+            mesh.device,
+            cache_dir=config.cache_dir or cache_dir,
+            keep_documents=arrays_dir is not None and mesh.rank == 0,
+            track=track,
+        )
+    validation = Validation(tasks=tasks, mesh=mesh, pin_memory=pin_memory, arrays_dir=arrays_dir)
+    validation.agree()
+    return validation
 
 
 def _build_chats(config: ValChatConfig, chats: ChatTools | None, vocab_size: int) -> ChatTask:
@@ -63,63 +84,107 @@ def _build_chats(config: ValChatConfig, chats: ChatTools | None, vocab_size: int
 
 
 def _build_sets(
-    config: ValConfig, tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int, device: torch.device
+    config: SuiteConfig,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    vocab_size: int,
+    device: torch.device,
+    *,
+    cache_dir: Path,
+    keep_documents: bool,
+    track: Track,
 ) -> list[SetTask]:
     if tokenizer is None:
         raise ConfigError.one("tokenizer.name", "held-out sets are scored per byte, which takes the tokenizer")
     counts = token_bytes(tokenizer, vocab_size)
-    byte_counts = torch.from_numpy(counts).to(device)
-    prefix_id = _prefix_id(tokenizer, counts) if config.context == "prefix" else None
+    text_ids = torch.from_numpy(counts > 0).to(device)
+    prefix_id = _prefix_id(tokenizer) if config.context == "prefix" else None
     tasks = []
     for entry in config.sets:
-        set_ = _build_set(_locate(entry, config.data_dir), tokenizer, vocab_size, prefix_id)
-        for seq_len in config.seq_lens:
+        located = _locate(entry, config.data_dir)
+        set_ = _build_set(located, tokenizer, counts, prefix_id, cache_dir=cache_dir, track=track)
+        for seq_len in config.seq_lens_of(entry):
             tasks.append(
-                SetTask(set_, seq_len=seq_len, micro_batch_tokens=config.micro_batch_tokens, byte_counts=byte_counts)
+                SetTask(
+                    set_,
+                    seq_len=seq_len,
+                    micro_batch_tokens=config.micro_batch_tokens,
+                    text_ids=text_ids,
+                    keep_documents=keep_documents,
+                )
             )
     return tasks
 
 
-def _prefix_id(tokenizer: "PreTrainedTokenizerBase", byte_counts: "np.ndarray") -> int:
+def _prefix_id(tokenizer: "PreTrainedTokenizerBase") -> int:
     bos_id, eos_id = _special_id(tokenizer, "bos_token_id"), _special_id(tokenizer, "eos_token_id")
     prefix_id = bos_id if bos_id is not None else eos_id
     if prefix_id is None:
         raise ConfigError.one("val.context", '"prefix" takes a BOS or EOS token, and the tokenizer has neither')
-    if adds_leading_space(tokenizer, byte_counts):
-        # The first token of a document is scored, and spells one byte that is not in the text.
-        raise ConfigError.one(
-            "val.context", 'the tokenizer puts a space before every text, so only "none" can count bytes exactly'
-        )
     return prefix_id
 
 
 def _locate(entry: str | ValSetConfig, data_dir: Path | None) -> ValSetConfig:
     if isinstance(entry, ValSetConfig):
         return entry
-    assert data_dir is not None, "ValConfig refuses names without data_dir"
-    return ValSetConfig(name=entry, path=data_dir / entry)
+    assert data_dir is not None, "SuiteConfig refuses names without data_dir"
+    found = [path for path in (data_dir / f"{entry}{ending}" for ending in _ENDINGS) if path.exists()]
+    if len(found) > 1:
+        raise ConfigError.one(KEY, f"{entry!r} is unclear: there are {found[0]} and {found[1]}; give {{name, path}}")
+    if not found:
+        names = ", ".join(f"{entry}{ending}" for ending in _ENDINGS)
+        raise ConfigError.one(KEY, f"{data_dir} holds no set {entry!r}: nothing there is called {names}")
+    return ValSetConfig(name=entry, path=found[0])
 
 
 def _build_set(
-    config: ValSetConfig, tokenizer: "PreTrainedTokenizerBase", vocab_size: int, prefix_id: int | None
+    config: ValSetConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    byte_counts: "np.ndarray",
+    prefix_id: int | None,
+    *,
+    cache_dir: Path,
+    track: Track,
 ) -> LikelihoodSet:
-    match _kind(config.path):
+    match _storage(config.path):
         case "tokens":
-            return TokenSet(
+            if prefix_id is not None and adds_leading_space(tokenizer, byte_counts):
+                # The first token of a document is scored, and spells one byte that is not in the text.
+                raise ConfigError.one(
+                    "val.context",
+                    f"the tokenizer puts a space before every text, and the shards of {config.name} do not say where, "
+                    'so only "none" can count bytes exactly',
+                )
+            return TokenFolder(
                 config.name,
                 config.path,
-                vocab_size=vocab_size,
+                byte_counts=byte_counts,
                 eos_token_id=_special_id(tokenizer, "eos_token_id"),
                 tokenizer_name=tokenizer.name_or_path,
                 prefix_id=prefix_id,
+                max_documents=config.max_documents,
+            )
+        case "rows":
+            return TextSet(
+                config.name,
+                config.path,
+                tokenizer=tokenizer,
+                byte_counts=byte_counts,
+                begin=Begin(prefix_id=prefix_id, bos_id=_own_bos_id(tokenizer)),
+                cache_dir=cache_dir,
+                track=track,
+                max_documents=config.max_documents,
             )
 
 
-def _kind(path: Path) -> Literal["tokens"]:
+def _storage(path: Path) -> Literal["tokens", "rows"]:
     """How a set is stored."""
-    if path.suffix == ".ds" or any(path.glob("*.ds")):
-        return "tokens"
-    raise ConfigError.one(KEY, f"{path} is not a folder of token shards (*.ds)")
+    return "tokens" if path.suffix == ".ds" or any(path.glob("*.ds")) else "rows"
+
+
+def _own_bos_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """The BOS token, if the tokenizer begins every text with it."""
+    bos_id = _special_id(tokenizer, "bos_token_id")
+    return bos_id if bos_id is not None and tokenizer.encode("a")[:1] == [bos_id] else None
 
 
 def _special_id(tokenizer: "PreTrainedTokenizerBase", name: str) -> int | None:

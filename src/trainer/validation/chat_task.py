@@ -1,30 +1,37 @@
 """Held-out conversations, scored whole: `val/loss` and `val/perplexity`."""
 
+import hashlib
+import json
+
 import numpy as np
-import torch
-from torch import Tensor
 
 from models.batch import IGNORE_INDEX
 from trainer.data.row import Rows, RowSource
 from trainer.errors import RunError
-from trainer.validation.task import padding_rows, perplexity
+from trainer.validation.task import Filled, TaskReport, padding_rows, perplexity
 
 _EPOCH = 0
 """Every round reads the rows of this one: all samples once, always in the same rows."""
 
 
 class ChatTask:
-    """All rows of a source. See Task for the methods."""
+    """All rows of a source; each is a piece. See Task for the methods."""
 
     name = "val.data"
-    num_sums = 2
-    """Nats and number of the loss tokens."""
+    set_name = None
+    greedy = False
+    text_ids = None
 
     def __init__(self, source: RowSource, *, rows_per_forward: int) -> None:
         self._source = source
         self.seq_len = source.seq_len
-        self.num_rows = source.num_rows
         self.rows_per_forward = rows_per_forward
+        self.num_pieces = source.num_rows
+
+    @property
+    def costs(self) -> np.ndarray:
+        """All alike: what a row holds is known when it is read."""
+        return np.zeros(self._source.num_rows)
 
     @property
     def notes(self) -> list[str]:
@@ -34,25 +41,30 @@ class ChatTask:
     def content(self) -> str:
         return self._source.description
 
-    def fill(self, first: int) -> Rows:
-        out = padding_rows(self.rows_per_forward, self.seq_len)
-        indices = np.arange(first, min(first + self.rows_per_forward, self.num_rows))
-        if not indices.size:
-            return out
-        filled = Rows.empty(indices.size, self.seq_len)
-        self._source.fill(_EPOCH, indices, filled)
-        out.input_ids[: indices.size] = filled.input_ids
-        out.labels[: indices.size] = filled.labels
-        out.segment_lengths[: indices.size] = filled.segment_lengths
-        out.num_padding[: indices.size] = filled.num_padding
-        return out
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self._source.fingerprint, sort_keys=True).encode()).hexdigest()
 
-    def sums(self, nats: Tensor, labels: Tensor) -> Tensor:
-        return torch.stack([nats.sum(), (labels != IGNORE_INDEX).sum()])
+    def fill(self, rows: np.ndarray) -> Filled:
+        out = padding_rows(len(rows), self.seq_len)
+        slots = np.flatnonzero(rows >= 0)
+        if slots.size:
+            filled = Rows.empty(slots.size, self.seq_len)
+            self._source.fill(_EPOCH, rows[slots], filled)
+            out.input_ids[slots] = filled.input_ids
+            out.labels[slots] = filled.labels
+            out.num_padding[slots] = filled.num_padding
+            for slot, lengths in zip(slots.tolist(), filled.segment_lengths, strict=True):
+                out.segment_lengths[slot] = lengths
+        lengths = np.concatenate(out.segment_lengths)
+        starts = np.cumsum(lengths) - lengths
+        scored = np.add.reduceat((out.labels != IGNORE_INDEX).ravel(), starts, dtype=np.int64)
+        pieces = np.repeat(rows, [len(lengths) for lengths in out.segment_lengths])
+        return Filled(rows=out, pieces=pieces, counts=np.stack([scored, np.zeros_like(scored)], axis=1))
 
-    def metrics(self, sums: list[float]) -> dict[str, float]:
-        nats, tokens = sums
+    def report(self, results: np.ndarray) -> TaskReport:
+        nats, _, _, tokens, _ = results.sum(axis=0).tolist()
         if not tokens:
             raise RunError("the conversations of val.data have no token that carries loss")
         loss = nats / tokens
-        return {"val/loss": loss, "val/perplexity": perplexity(loss)}
+        return TaskReport(metrics={"val/loss": loss, "val/perplexity": perplexity(loss)}, documents=None)

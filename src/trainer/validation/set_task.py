@@ -1,32 +1,34 @@
-"""A held-out set of text at one window length: `val/<set>/<metric>@<length>`."""
-
-import math
+"""A held-out set at one window length: `val/<set>/<metric>@<length>`."""
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from configs.errors import ConfigError
 from models.batch import IGNORE_INDEX
 from trainer.data.packing import pack
-from trainer.data.row import Rows
 from trainer.errors import RunError
-from trainer.validation.task import padding_rows, perplexity
-from trainer.validation.windows import KEY, LikelihoodSet
+from trainer.validation.task import Filled, TaskReport, padding_rows
+from trainer.validation.windows import KEY, LikelihoodSet, Scores
 
 
 class SetTask:
-    """One set at one window length. See Task for the methods."""
+    """One set at one window length; each window is a piece. See Task for the methods."""
 
-    num_sums = 4
-    """Nats and number of the scored tokens, then nats and bytes of those among them that spell text."""
-
-    def __init__(self, set_: LikelihoodSet, *, seq_len: int, micro_batch_tokens: int, byte_counts: Tensor) -> None:
+    def __init__(
+        self,
+        set_: LikelihoodSet,
+        *,
+        seq_len: int,
+        micro_batch_tokens: int,
+        text_ids: Tensor,
+        keep_documents: bool = False,
+    ) -> None:
         """Args:
             set_: what is scored.
-            seq_len: tokens per window.
+            seq_len: inputs of a window at most, and positions of a row.
             micro_batch_tokens: positions of a forward pass.
-            byte_counts: (vocab_size,) int64 on the device of the model, see token_bytes.
+            text_ids: (vocab_size,) bool on the device of the model: ids that spell text.
+            keep_documents: the report is to hold the scores of each document.
 
         Raises:
             ConfigError: the set is damaged or has nothing to score.
@@ -34,19 +36,33 @@ class SetTask:
         self.set = set_
         self.seq_len = seq_len
         self.rows_per_forward = micro_batch_tokens // seq_len
+        self.text_ids = text_ids
+        self._keep_documents = keep_documents
         self._windows = set_.windows(seq_len)
-        if not len(self._windows.starts):
-            raise ConfigError.one(KEY, f"no document of {set_.name} is long enough to be scored")
+        self.num_pieces = len(self._windows.sequences)
+        if not self.num_pieces:
+            raise ConfigError.one(
+                KEY, f"{set_.name} has nothing to score at {seq_len} tokens: {self._left_out or 'it has no documents'}"
+            )
         self._rows = pack(self._windows.num_inputs, seq_len)
-        self._byte_counts = byte_counts
 
     @property
     def name(self) -> str:
         return f"val/{self.set.name}@{length_name(self.seq_len)}"
 
     @property
-    def num_rows(self) -> int:
-        return self._rows.num_rows
+    def set_name(self) -> str:
+        return self.set.name
+
+    @property
+    def greedy(self) -> bool:
+        return self.set.wants_hits
+
+    @property
+    def costs(self) -> np.ndarray:
+        lengths = self._windows.num_inputs[self._rows.order].astype(np.float64)
+        starts = np.concatenate([[0], self._rows.row_ends[:-1]])
+        return np.add.reduceat(lengths * (lengths + 1) / 2, starts)
 
     @property
     def notes(self) -> list[str]:
@@ -54,43 +70,59 @@ class SetTask:
 
     @property
     def content(self) -> str:
-        content = f"{len(self._windows.starts)} windows of {self.set.num_documents} documents in {self.num_rows} rows"
-        if self._windows.num_unscorable:
-            content += f" ({self._windows.num_unscorable} documents are too short to score)"
-        return content
+        content = f"{self.num_pieces} windows of {self.set.num_documents} documents in {self._rows.num_rows} rows"
+        return f"{content} ({self._left_out})" if self._left_out else content
 
-    def fill(self, first: int) -> Rows:
-        out = padding_rows(self.rows_per_forward, self.seq_len)
-        for slot, row in enumerate(range(first, min(first + self.rows_per_forward, self.num_rows))):
-            lengths = []
-            position = 0
-            for window in self._rows.pieces_of(row):
-                length = int(self._windows.num_inputs[window])
-                input_ids, labels = self.set.read(int(self._windows.starts[window]), length)
-                out.input_ids[slot, position : position + length] = input_ids
-                out.labels[slot, position : position + length] = labels
-                lengths.append(length)
-                position += length
+    @property
+    def _left_out(self) -> str:
+        return ", ".join(f"{count} left out: {reason}" for reason, count in self._windows.left_out.items())
+
+    @property
+    def digest(self) -> str:
+        return self.set.digest
+
+    def fill(self, rows: np.ndarray) -> Filled:
+        out = padding_rows(len(rows), self.seq_len)
+        pieces: list[int] = []
+        counts: list[tuple[int, int]] = []
+        for slot, row in enumerate(rows.tolist()):
+            lengths, position = [], 0
+            for number in self._rows.pieces_of(row).tolist() if row >= 0 else []:
+                piece = self.set.read(self._windows, number)
+                end = position + len(piece.input_ids)
+                out.input_ids[slot, position:end] = piece.input_ids
+                out.labels[slot, position:end] = piece.labels
+                pieces.append(number)
+                counts.append((int(np.count_nonzero(piece.labels != IGNORE_INDEX)), piece.num_bytes))
+                lengths.append(end - position)
+                position = end
             padding = self.seq_len - position
+            if padding:
+                pieces.append(-1)
+                counts.append((0, 0))
+                lengths.append(padding)
             out.num_padding[slot] = padding
-            out.segment_lengths[slot] = np.array(lengths + [padding] * (padding > 0), np.int64)
-        return out
+            out.segment_lengths[slot] = np.array(lengths, np.int64)
+        return Filled(rows=out, pieces=np.array(pieces), counts=np.array(counts))
 
-    def sums(self, nats: Tensor, labels: Tensor) -> Tensor:
-        scored = labels != IGNORE_INDEX
-        num_bytes = self._byte_counts[labels.clamp(min=0)] * scored
-        return torch.stack([nats.sum(), scored.sum(), (nats * (num_bytes > 0)).sum(), num_bytes.sum()])
-
-    def metrics(self, sums: list[float]) -> dict[str, float]:
-        nats, tokens, text_nats, text_bytes = sums
-        if not tokens or not text_bytes:
-            raise RunError(
-                f"held-out set {self.set.name} has no scored token that spells text at {self.seq_len} tokens"
-            )
-        loss = nats / tokens
-        bits_per_byte = text_nats / (math.log(2) * text_bytes)
-        values = {"loss": loss, "perplexity": perplexity(loss), "bpb": bits_per_byte}
-        return {f"val/{self.set.name}/{name}@{length_name(self.seq_len)}": value for name, value in values.items()}
+    def report(self, results: np.ndarray) -> TaskReport:
+        # bincount adds up one after the other, so a sequence's sum is that of its windows in their order.
+        columns = [
+            np.bincount(self._windows.sequences, weights=column, minlength=self.set.num_sequences)
+            for column in results.T
+        ]
+        nats, text_nats, hits, num_tokens, num_bytes = columns
+        scores = Scores(nats=nats, text_nats=text_nats, num_tokens=num_tokens, num_bytes=num_bytes, hits=hits)
+        try:
+            metrics = self.set.metrics(scores)
+        except RunError as error:
+            raise RunError(f"{self.name}: {error}") from error
+        return TaskReport(
+            metrics={
+                f"val/{self.set.name}/{name}@{length_name(self.seq_len)}": value for name, value in metrics.items()
+            },
+            documents=self.set.documents(scores) if self._keep_documents else None,
+        )
 
 
 def length_name(seq_len: int) -> str:

@@ -43,6 +43,11 @@ class Task(Protocol):
         ...
 
     @property
+    def set_name(self) -> str | None:
+        """The held-out set whose documents it reports; None where it reports none."""
+        ...
+
+    @property
     def seq_len(self) -> int: ...
 
     @property

@@ -109,6 +109,11 @@ class LikelihoodSet(Protocol):
     def num_documents(self) -> int: ...
 
     @property
+    def num_sequences(self) -> int:
+        """Of all documents, whether they can be scored or not."""
+        ...
+
+    @property
     def notes(self) -> list[str]:
         """What a reader of the metrics should know, one sentence each."""
         ...

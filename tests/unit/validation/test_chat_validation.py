@@ -26,7 +26,7 @@ from trainer.data.row import Rows, untracked
 from trainer.errors import RunError
 from trainer.tokenizer import load_tokenizer
 from trainer.validation import Validation, build_validation
-from trainer.validation import scoring as scoring_module
+from trainer.validation import results as results_module
 from trainer.validation.chat_task import ChatTask
 from trainer.validation.token_bytes import token_bytes
 
@@ -119,18 +119,20 @@ def test_seven_samples_count_once_however_they_are_dealt(
     """Field cases R104 and R105: no sample is left out or counted twice on 1, 2 or 4 ranks; micro-batches and packing
     change nothing; every rank runs as many forward passes, of one shape."""
     samples, model = seven_samples(), stub_model(dtype=torch.float64)
-    totals, passes = torch.zeros(2, dtype=torch.float64), set()
+    shares, passes = [], set()
     for rank in range(dp_size):
         seen: list[tuple[int, int]] = []
         validation = validation_of(
             samples, make_mesh(rank, dp_size), packing=packing, rows_per_forward=rows_per_forward
         )
-        totals += validation.score_own_rows(model, lambda *done, seen=seen: seen.append(done))[0]
+        shares += validation.score_own_rows(model, lambda *done, seen=seen: seen.append(done))
         assert seen == [(n + 1, len(seen)) for n in range(len(seen))]
         passes.add(len(seen))
     nats, tokens = one_by_one(model, samples)
-    assert totals[1].item() == tokens == 29
-    assert totals[0].item() == pytest.approx(nats, rel=1e-12)
+    assert (np.array([share[:, 3] > 0 for share in shares]).sum(axis=0) == 1).all(), "each row has one owner"
+    totals = np.sum(shares, axis=(0, 1))
+    assert totals[3] == tokens == 29
+    assert totals[0] == pytest.approx(nats, rel=1e-12)
     assert len(passes) == 1
     assert model.shapes == {(rows_per_forward, 16)}
 
@@ -175,18 +177,18 @@ def test_the_loss_of_all_ranks_is_reported(make_mesh: Callable[..., Any], monkey
     model = cast(CausalLM, ByToken({1: 1.0, 3: 3.0}))
     meshes = [replace(make_mesh(rank, 2), world_size=2) for rank in range(2)]
     own = [validation_of(samples, mesh, seq_len=2).score_own_rows(model) for mesh in meshes]
-    assert [share[0].tolist() for share in own] == [[1.0, 1.0], [3.0, 1.0]]
+    assert [share[0][:, [0, 3]].tolist() for share in own] == [[[1.0, 1.0], [0.0, 0.0]], [[0.0, 0.0], [3.0, 1.0]]]
     reductions = []
 
-    def all_reduce(totals: torch.Tensor) -> None:
-        reductions.append(totals.shape)
-        totals.copy_(own[0] + own[1])
+    def all_reduce(results: torch.Tensor) -> None:
+        reductions.append(tuple(results.shape))
+        results.copy_(torch.from_numpy(own[0][0] + own[1][0]))
 
-    monkeypatch.setattr(scoring_module.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(results_module.dist, "all_reduce", all_reduce)
     for mesh in meshes:
         metrics = validation_of(samples, mesh, seq_len=2).run(model)
         assert metrics == {"val/loss": 2.0, "val/perplexity": pytest.approx(math.exp(2))}
-    assert reductions == [(1, 2)] * 2
+    assert reductions == [(2, 5)] * 2
 
 
 def test_nothing_to_score_is_an_error(make_mesh: Callable[..., Any]) -> None:
@@ -255,7 +257,8 @@ def test_rounds_compile_nothing_anew(make_mesh: Callable[..., Any], count_graphs
     validation = Validation(tasks=[task], mesh=make_mesh(), pin_memory=False)
 
     def train(first: int) -> None:
-        model(collate(task.fill(first), full_rows=False, pin_memory=False)).loss.backward()
+        rows = task.fill(np.arange(first, first + 3) % source.num_rows).rows
+        model(collate(rows, full_rows=False, pin_memory=False)).loss.backward()
 
     plain = validation.run(model)
     model.compile_blocks("default", fullgraph=False)
@@ -296,6 +299,7 @@ class Files:
             vocab_size=vocab_size,
             mesh=mesh,
             pin_memory=False,
+            cache_dir=Path("unused"),
             chats=self.tools,
         )
         assert validation is not None
@@ -338,12 +342,12 @@ def test_conversations_of_a_file_count_once(
     model = stub_model(dtype=torch.float64)
     nats, tokens = one_by_one(model, files.samples())
     for dp_size in (1, 2, 4):
-        totals = torch.zeros(2, dtype=torch.float64)
+        totals = np.zeros(5)
         for rank in range(dp_size):
             validation = files.validation(make_mesh(rank, dp_size), packing=packing, micro_batch_size=2)
-            totals += validation.score_own_rows(model)[0]
-        assert totals[1].item() == tokens
-        assert totals[0].item() == pytest.approx(nats, rel=1e-12)
+            totals += validation.score_own_rows(model)[0].sum(axis=0)
+        assert totals[3] == tokens
+        assert totals[0] == pytest.approx(nats, rel=1e-12)
 
 
 @pytest.mark.parametrize("overflow", ["truncate", "split", "drop"])
@@ -389,6 +393,7 @@ def test_faults_name_the_table(files: Files, make_mesh: Callable[..., Any], tmp_
             vocab_size=384,
             mesh=make_mesh(),
             pin_memory=False,
+            cache_dir=Path("unused"),
         )
 
 
@@ -441,6 +446,7 @@ def test_sets_and_conversations_in_one_round(
             vocab_size=384,
             mesh=make_mesh(),
             pin_memory=False,
+            cache_dir=Path("unused"),
             chats=replace(files.tools, tokenizer=tokenizer),
         )
         assert validation is not None

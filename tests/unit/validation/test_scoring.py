@@ -1,7 +1,8 @@
 """Totals and metrics of held-out token folders, on a stub model."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def build(tiny_tokenizer: Path, make_mesh: Callable[..., Any]) -> Callable[..., 
             vocab_size=vocab_size,
             mesh=make_mesh(dp_rank, dp_size),
             pin_memory=False,
+            cache_dir=Path("unused"),
         )
         assert validation is not None
         return validation
@@ -47,16 +49,41 @@ def documents_of(folder: Path) -> list[np.ndarray]:
     return np.split(pool.read(0, pool.num_tokens), pool.document_ends(0, pool.num_tokens))[:-1]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    nats: float
+    text_nats: float
+    hits: float
+    tokens: float
+    num_bytes: float
+
+
+def own_totals(validation: Validation, model: Any, task: int = 0) -> Totals:
+    nats, text_nats, hits, tokens, num_bytes = validation.score_own_rows(model)[task].sum(axis=0).tolist()
+    return Totals(nats=nats, text_nats=text_nats, hits=hits, tokens=tokens, num_bytes=num_bytes)
+
+
+def plain_windows(document: np.ndarray, seq_len: int, prefix: bool) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """Inputs, labels, and how many of the first labels are context."""
+    for start in range(0, len(document), seq_len):
+        if not prefix:
+            window = document[start : start + seq_len]
+            yield window[:-1], window[1:], 0
+            continue
+        tokens = np.append(0, document)  # the EOS of the tiny tokenizer, which has no BOS
+        end = min(start + seq_len, len(document))
+        first = max(0, end - seq_len) if start else 0
+        yield tokens[first:end], tokens[first + 1 : end + 1], start - first
+
+
 def plain_metrics(model: Any, folder: Path, byte_counts: np.ndarray, seq_len: int, prefix: bool) -> dict[str, float]:
     """The definition: one window of one document at a time, in float64."""
     nats, tokens, text_nats, text_bytes = 0.0, 0, 0.0, 0
     for document in documents_of(folder):
-        for start in range(0, len(document), seq_len):
-            window = document[start : start + seq_len]
-            inputs, labels = (np.append(0, window[:-1]), window) if prefix else (window[:-1], window[1:])
-            if not len(labels):
+        for inputs, all_labels, context in plain_windows(document, seq_len, prefix):
+            if not len(all_labels):
                 continue
-            window_nats = model.document_nats(inputs, labels)
+            labels, window_nats = all_labels[context:], model.document_nats(inputs, all_labels)[context:]
             nats += window_nats.sum()
             tokens += len(labels)
             text_nats += window_nats[byte_counts[labels] > 0].sum()
@@ -92,10 +119,11 @@ def test_bytes_are_those_of_the_text_without_the_first_tokens(
     first_bytes = int(sum(byte_counts[document[::16]].sum() for document in documents))
     num_tokens = sum(map(len, documents))
 
-    whole = build(tiny_heldout, context="prefix").score_own_rows(stub_model())[0]
-    assert whole[[1, 3]].tolist() == [num_tokens, text_bytes]
-    rest = build(tiny_heldout, context="none").score_own_rows(stub_model())[0]
-    assert rest[[1, 3]].tolist() == [num_tokens - sum(len(d[::16]) for d in documents), text_bytes - first_bytes]
+    whole = own_totals(build(tiny_heldout, context="prefix"), stub_model())
+    assert (whole.tokens, whole.num_bytes) == (num_tokens, text_bytes)
+    rest = own_totals(build(tiny_heldout, context="none"), stub_model())
+    assert rest.tokens == num_tokens - sum(len(document[::16]) for document in documents)
+    assert rest.num_bytes == text_bytes - first_bytes
 
 
 def test_loss_is_over_tokens_not_over_batches(
@@ -120,43 +148,37 @@ def test_special_tokens_count_in_the_loss_and_not_in_bpb(
     build: Callable[..., Validation], write_shard: Callable[..., Path], stub_model: Callable[..., Any]
 ) -> None:
     folder = write_shard([[40, 1, 41, 0], [42, 0]])
-    nats, tokens, text_nats, text_bytes = build(folder, context="none").score_own_rows(stub_model())[0].tolist()
+    totals = own_totals(build(folder, context="none"), stub_model())
     long = stub_model().document_nats(np.array([40, 1, 41]), np.array([1, 41, 0]))
     short = stub_model().document_nats(np.array([42]), np.array([0]))
-    assert (tokens, text_bytes) == (4, 1)
-    assert nats == pytest.approx(long.sum() + short.sum(), rel=1e-6)
-    assert text_nats == pytest.approx(long[1], rel=1e-6)
+    assert (totals.tokens, totals.num_bytes) == (4, 1)
+    assert totals.nats == pytest.approx(long.sum() + short.sum(), rel=1e-6)
+    assert totals.text_nats == pytest.approx(long[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_seven_documents_on_any_number_of_ranks(
     build: Callable[..., Validation], write_shard: Callable[..., Path], stub_model: Callable[..., Any], dp_size: int
 ) -> None:
-    """Field cases R104 and R105: the sums of all ranks are those of the set, with no document left out or twice."""
+    """Field cases R104 and R105: every window is scored by one rank; none is left out or scored twice."""
     folder = write_shard([[*range(10 + n, 20 + 2 * n), 0] for n in range(7)])
     model = stub_model(dtype=torch.float64)
-    totals, passes = torch.zeros(4, dtype=torch.float64), set()
+    shares, passes = [], set()
     for rank in range(dp_size):
         seen: list[tuple[int, int]] = []
         validation = build(folder, dp_rank=rank, dp_size=dp_size, micro_batch_tokens=32)
-        totals += validation.score_own_rows(model, lambda *done, seen=seen: seen.append(done))[0]
+        shares += validation.score_own_rows(model, lambda *done, seen=seen: seen.append(done))
         passes.add(len(seen))
         assert seen == [(n + 1, len(seen)) for n in range(len(seen))]
     assert len(passes) == 1, "every rank runs as many forward passes as the others"
-    byte_counts = token_bytes_of_ids(folder)
-    assert totals[1] == byte_counts
-    nats = sum(
-        model.document_nats(window[:-1], window[1:]).sum()
-        for document in documents_of(folder)
-        for window in (document[:16], document[16:])
-        if len(window) > 1
-    )
-    assert totals[0].item() == pytest.approx(nats, rel=1e-12)
-
-
-def token_bytes_of_ids(folder: Path) -> int:
-    """Tokens of the folder that come after another one in their window of 16."""
-    return sum(len(document) - len(document[::16]) for document in documents_of(folder))
+    windows = [
+        window for document in documents_of(folder) for window in (document[:16], document[16:]) if len(window) > 1
+    ]
+    assert (np.array([share[:, 3] > 0 for share in shares]).sum(axis=0) == 1).all(), "each window has one owner"
+    whole = np.sum(shares, axis=0)
+    assert whole[:, 3].tolist() == [len(window) - 1 for window in windows]
+    nats = [model.document_nats(window[:-1], window[1:]).sum() for window in windows]
+    assert whole[:, 0] == pytest.approx(nats, rel=1e-12)
 
 
 def test_micro_batch_tokens_changes_nothing(
@@ -176,20 +198,20 @@ def test_targets_that_the_loss_file_takes_out_are_not_scored(
     build: Callable[..., Validation], write_shard: Callable[..., Path], stub_model: Callable[..., Any]
 ) -> None:
     folder = write_shard([[40, 41, 42, 0], [43, 44, 0]], loss=[1, 0, 1, 1, 1, 1, 0])
-    none = build(folder).score_own_rows(stub_model())[0]
-    assert none[[1, 3]].tolist() == [3, 2]
+    none = own_totals(build(folder), stub_model())
+    assert (none.tokens, none.num_bytes) == (3, 2)
     first = stub_model().document_nats(np.array([40, 41, 42]), np.array([41, 42, 0]))
     second = stub_model().document_nats(np.array([43, 44]), np.array([44, 0]))
-    assert none[0].item() == pytest.approx(first[1] + first[2] + second[0], rel=1e-6)
-    assert build(folder, context="prefix").score_own_rows(stub_model())[0, 1] == 5
+    assert none.nats == pytest.approx(first[1] + first[2] + second[0], rel=1e-6)
+    assert own_totals(build(folder, context="prefix"), stub_model()).tokens == 5
 
 
 def test_nothing_left_to_score_is_an_error(
     build: Callable[..., Validation], write_shard: Callable[..., Path], stub_model: Callable[..., Any]
 ) -> None:
-    with pytest.raises(ConfigError, match="no document of set is long enough"):
+    with pytest.raises(ConfigError, match="set has nothing to score at 16 tokens: 2 left out: too short to score"):
         build(write_shard([[0], [0]], "short"))
-    with pytest.raises(RunError, match="held-out set set has no scored token that spells text at 16 tokens"):
+    with pytest.raises(RunError, match="val/set@16: no token was scored"):
         build(write_shard([[40, 41, 0]], "masked", loss=[1, 0, 0])).run(stub_model())
 
 
@@ -198,8 +220,7 @@ def test_documents_too_short_to_score_are_counted(
 ) -> None:
     folder = write_shard([[0], [40, 0], [0]])
     assert build(folder).notes == [
-        "val/set@16: 1 forward passes per rank over 1 windows of 3 documents in 1 rows "
-        "(2 documents are too short to score)"
+        "val/set@16: 1 forward passes per rank over 1 windows of 3 documents in 1 rows (2 left out: too short to score)"
     ]
     assert build(folder, context="prefix").notes == [
         "val/set@16: 1 forward passes per rank over 3 windows of 3 documents in 1 rows"
@@ -238,6 +259,7 @@ def test_sets_by_name_lie_in_data_dir(
         vocab_size=VOCAB,
         mesh=make_mesh(),
         pin_memory=False,
+        cache_dir=Path("unused"),
     )
     assert validation is not None
     assert set(validation.run(stub_model())) == {
@@ -246,7 +268,10 @@ def test_sets_by_name_lie_in_data_dir(
 
 
 def test_no_table_no_validation(make_mesh: Callable[..., Any]) -> None:
-    assert build_validation(None, tokenizer=None, vocab_size=8, mesh=make_mesh(), pin_memory=False) is None
+    nothing = build_validation(
+        None, tokenizer=None, vocab_size=8, mesh=make_mesh(), pin_memory=False, cache_dir=Path("unused")
+    )
+    assert nothing is None
 
 
 def test_lengths_have_short_names() -> None:

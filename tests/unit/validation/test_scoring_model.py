@@ -66,7 +66,14 @@ def test_a_model_scores_packed_windows_as_one_by_one(
                 "micro_batch_tokens": micro_batch_tokens,
             }
         )
-        validation = build_validation(config, tokenizer=tokenizer, vocab_size=384, mesh=make_mesh(), pin_memory=False)
+        validation = build_validation(
+            config,
+            tokenizer=tokenizer,
+            vocab_size=384,
+            mesh=make_mesh(),
+            pin_memory=False,
+            cache_dir=Path("unused"),
+        )
         assert validation is not None
         results.append(validation.run(model))
     assert results[1] == pytest.approx(results[0], rel=1e-6)

@@ -84,7 +84,14 @@ def test_ten_times_the_batches_need_no_more_memory(
         config = ValConfig.model_validate(
             {"interval": 1, "sets": [{"name": "set", "path": folder}], "seq_lens": [32], "micro_batch_tokens": 32}
         )
-        validation = build_validation(config, tokenizer=tokenizer, vocab_size=384, mesh=make_mesh(), pin_memory=False)
+        validation = build_validation(
+            config,
+            tokenizer=tokenizer,
+            vocab_size=384,
+            mesh=make_mesh(),
+            pin_memory=False,
+            cache_dir=Path("unused"),
+        )
         assert validation is not None
         done: list[tuple[int, int]] = []
         with LiveMemory() as memory:
