@@ -5,6 +5,8 @@
 <run_dir>/logs/attempt_N/rank_R.log           everything rank R logged
 <run_dir>/logs/attempt_N/rank_R.error.json    why rank R failed, if it did
 <run_dir>/logs/latest                         link to the newest attempt's folder
+
+An eval-worker has the same in <run_dir>/eval_worker, with eval_worker.json for sft.json.
 """
 
 import signal
@@ -56,8 +58,12 @@ class Run:
     stop: StopSignal
 
 
-def attempt_config(run_dir: Path, attempt: int) -> Path:
-    return run_dir / "configs" / f"attempt_{attempt}" / "sft.json"
+def attempt_config(run_dir: Path, attempt: int, name: str) -> Path:
+    """
+    Args:
+        name: of the config's file.
+    """
+    return run_dir / "configs" / f"attempt_{attempt}" / name
 
 
 def attempt_logs(run_dir: Path, attempt: int) -> Path:

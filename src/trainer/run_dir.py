@@ -1,43 +1,35 @@
 """The run directory: its name, who may use it, and how it is laid out for an attempt. See docs/launch.md."""
 
-import errno
 import os
 import re
 import secrets
 import shutil
-import socket
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
 
 from configs.data import DataConfig, SFTDataConfig, TokensDataConfig, is_dataset_id
 from configs.errors import ConfigError
 from configs.launch import RUN_CONFIG
 from configs.model import is_hub_id
 from configs.sft import SFTConfig
-from trainer.errors import RunError
-from trainer.files import write_whole
-from trainer.locks import try_lock
-from trainer.run import attempt_config, attempt_logs
+from trainer.attempts import LOCK_NAME, Attempt, Use, lay_out, refuse_living, take, unusable, write_config
 
-_LOCK = ".lock"
-_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG)
-"""Faults of the place that the config names, not of the moment."""
+EVAL_WORKER = "eval_worker"
+"""Folder in a run directory in which its eval-worker works."""
 
+_RUN = Use(
+    config_name=RUN_CONFIG.name, what="a run", folder="the run directory", name_key="run.name", place_key="output_dir"
+)
 
-@dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """A run directory made ready for its workers. Close it when they are gone."""
-
-    dir: Path
-    number: int
-    lock: TextIO
-
-    def close(self) -> None:
-        """Let others use the directory."""
-        self.lock.close()
+EVAL_WORKER_USE = Use(
+    config_name="eval_worker.json",
+    what="an eval-worker",
+    folder="the eval-worker's directory",
+    name_key="run_dir",
+    place_key="run_dir",
+)
+"""Of the folder EVAL_WORKER in a run directory."""
 
 
 def fill_run_name(config: SFTConfig) -> SFTConfig:
@@ -85,29 +77,21 @@ def check_run_dir(config: SFTConfig) -> None:
                     raise ConfigError.one("output_dir", f"{place} is not a folder")
                 break
         _refuse_unwritable(run_dir, place)
-        _refuse_living_run(run_dir)
+        refuse_living(run_dir, _RUN)
         _refuse_contents(config, run_dir)
     except OSError as error:
-        raise _unusable(run_dir, error) from error
+        raise unusable(run_dir, _RUN, error) from error
 
 
 def _refuse_unwritable(run_dir: Path, place: Path) -> None:
     """Ask the kernel, which knows rights, read-only mounts and immutable folders; `place` is what exists of run_dir."""
     written = [place]
     if place == run_dir:
-        names = (_LOCK, "configs", RUN_CONFIG, "logs", "checkpoints", "metrics.jsonl")
+        names = (LOCK_NAME, "configs", RUN_CONFIG, "logs", "checkpoints", "metrics.jsonl")
         written += [path for name in names if (path := run_dir / name).exists()]
     for path in written:
         if not os.access(path, os.W_OK | (os.X_OK if path.is_dir() else 0)):
             raise ConfigError.one("output_dir", f"{path} cannot be written: no permission, or a read-only file system")
-
-
-def _unusable(run_dir: Path, error: OSError) -> ConfigError | RunError:
-    """What to make of the failure of something done to the run directory."""
-    message = f"{error.filename or run_dir}: {error.strerror or error}"
-    if error.errno in _FORBIDDEN:
-        return ConfigError.one("output_dir", message)
-    return RunError(f"the run directory {run_dir} cannot be used: {message}")
 
 
 def open_run_dir(config: SFTConfig, say: Callable[[str], None]) -> Attempt:
@@ -123,23 +107,18 @@ def open_run_dir(config: SFTConfig, say: Callable[[str], None]) -> Attempt:
     run_dir = run_dir_of(config)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = _lock(run_dir, say)
+        lock = take(run_dir, _RUN, say)
         try:
             _refuse_contents(config, run_dir)
             if config.clean and _is_used(run_dir):
                 _clean(run_dir)
                 say(f"clean: deleted what {run_dir} held")
-            number = _next_attempt(run_dir)
-            attempt_logs(run_dir, number).mkdir(parents=True)
-            _replace_link(run_dir / "logs" / "latest", attempt_logs(run_dir, number).name)
-            write_config(config, attempt_config(run_dir, number))
-            write_config(config, run_dir / RUN_CONFIG)
+            return lay_out(run_dir, _RUN, config, lock)
         except BaseException:
             lock.close()
             raise
     except OSError as error:
-        raise _unusable(run_dir, error) from error
-    return Attempt(dir=run_dir, number=number, lock=lock)
+        raise unusable(run_dir, _RUN, error) from error
 
 
 def write_dry_run(config: SFTConfig) -> Path:
@@ -157,87 +136,8 @@ def write_dry_run(config: SFTConfig) -> Path:
     try:
         write_config(config, path)
     except OSError as error:
-        raise _unusable(run_dir, error) from error
+        raise unusable(run_dir, _RUN, error) from error
     return path
-
-
-def write_config(config: SFTConfig, path: Path) -> None:
-    """Write a config as JSON, which keeps nulls and parses to the same object. A reader never sees half of it."""
-    write_whole(path, (config.model_dump_json(indent=2) + "\n").encode())
-
-
-def share_run_dir(run_dir: Path) -> TextIO:
-    """A worker's hold on the run directory: it counts as in use until the returned file is closed.
-
-    Raises:
-        RunError: another run has taken it, so this worker's launcher must be dead.
-    """
-    lock = (run_dir / _LOCK).open("r+")
-    if try_lock(lock, shared=True) is False:
-        lock.close()
-        raise RunError(f"{run_dir} was taken by another run")
-    return lock
-
-
-def is_in_use(run_dir: Path) -> bool | None:
-    """Whether a process of the run lives; None where nobody can tell: no locks, or no right to read theirs."""
-    try:
-        # For reading only: somebody else's run may be looked at without the right to write.
-        lock = (run_dir / _LOCK).open()
-    except OSError as error:
-        return False if error.errno == errno.ENOENT else None
-    with lock:
-        try:
-            is_free = try_lock(lock)
-        except OSError:
-            return None
-    return None if is_free is None else not is_free
-
-
-def _lock(run_dir: Path, say: Callable[[str], None]) -> TextIO:
-    """Take the directory for this launcher and, later, its workers.
-
-    The launcher ends up with a shared lock, as each worker does (share_run_dir), and a newcomer asks for an exclusive
-    one: so the directory is in use as long as any process of the run lives.
-    """
-    # Emptied below: a link put there by another user must not lead to a file of ours.
-    lock = os.fdopen(os.open(run_dir / _LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
-    try:
-        is_ours = try_lock(lock)
-        if is_ours is False:
-            raise _in_use(run_dir)
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
-        if is_ours is None:
-            text = "lies on a file system without locks: nothing keeps a second run from using it at the same time"
-            say(f"{run_dir} {text}")
-        elif try_lock(lock, shared=True) is False:  # the change is not atomic
-            raise _in_use(run_dir)
-    except BaseException:
-        with suppress(OSError):  # the disk may be full, and closing tries to write once more
-            lock.close()
-        raise
-    return lock
-
-
-def _refuse_living_run(run_dir: Path) -> None:
-    path = run_dir / _LOCK
-    if not path.exists():
-        return
-    with path.open("r+") as lock:
-        if try_lock(lock) is False:
-            raise _in_use(run_dir)
-
-
-def _in_use(run_dir: Path) -> ConfigError:
-    holder = (run_dir / _LOCK).read_text(errors="replace").strip() or "another process"
-    message = f"{run_dir} is in use by a run that has not ended ({holder})"
-    host = holder.rpartition(" on ")[2] if " on " in holder else socket.gethostname()
-    if host != socket.gethostname():
-        # The kernel frees the lock of a dead process; a file server may keep that of a dead machine.
-        message += f"; if {host} is down for good, delete {run_dir / _LOCK}"
-    return ConfigError.one("run.name", message)
 
 
 def _refuse_contents(config: SFTConfig, run_dir: Path) -> None:
@@ -248,6 +148,7 @@ def _refuse_contents(config: SFTConfig, run_dir: Path) -> None:
     )
     if config.clean:
         _refuse_cleaning(config.output_dir, run_dir)
+        refuse_living(run_dir / EVAL_WORKER, replace(EVAL_WORKER_USE, name_key="clean"))
     elif not goes_on:
         raise ConfigError.one(
             "run.name",
@@ -268,7 +169,7 @@ def _is_used(run_dir: Path) -> bool:
     """It holds more than a dry run leaves: a lock file and configs of no attempt."""
     if not run_dir.is_dir():
         return False
-    if any(entry.name not in (_LOCK, "configs") for entry in run_dir.iterdir()):
+    if any(entry.name not in (LOCK_NAME, "configs") for entry in run_dir.iterdir()):
         return True
     configs = run_dir / "configs"
     return configs.is_dir() and any(entry.name != "sft.json" for entry in configs.iterdir())
@@ -277,21 +178,9 @@ def _is_used(run_dir: Path) -> bool:
 def _clean(run_dir: Path) -> None:
     # The configs last: they are what shows a later --clean that the rest is a run of ours.
     for entry in sorted(run_dir.iterdir(), key=lambda entry: entry.name == "configs"):
-        if entry.name == _LOCK:
+        if entry.name == LOCK_NAME:
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:
             entry.unlink()
-
-
-def _next_attempt(run_dir: Path) -> int:
-    names = [entry.name for folder in ("configs", "logs") for entry in (run_dir / folder).glob("attempt_*")]
-    return max((int(match[1]) + 1 for name in names if (match := re.fullmatch(r"attempt_(\d+)", name))), default=0)
-
-
-def _replace_link(link: Path, target: str) -> None:
-    new = link.with_name(f"{link.name}.new")
-    new.unlink(missing_ok=True)
-    new.symlink_to(target)
-    new.replace(link)

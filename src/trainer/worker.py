@@ -12,15 +12,19 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from configs.errors import ConfigError
+from configs.eval_worker import EvalWorkerConfig
+from configs.launch import RUN_CONFIG
 from configs.safe_text import safe, star_secrets
 from configs.sft import SFTConfig
+from trainer.attempts import share
 from trainer.errors import PeerError, RunError
 from trainer.logs import RankLog, open_rank_log, setup_logging
 from trainer.run import Run, StopSignal, attempt_config, ignore_stop_signals, rank_error, rank_log
-from trainer.run_dir import share_run_dir
+
+C = TypeVar("C", SFTConfig, EvalWorkerConfig)
 
 _PR_SET_PDEATHSIG = 1
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -29,8 +33,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REPORT_BYTES = 1 << 15
 
 
-def run_worker(train: Callable[[SFTConfig, Run], None], argv: list[str]) -> NoReturn:
-    """Call `train` as the rank that the environment names, and end the process.
+def run_worker(
+    work: Callable[[C, Run], None],
+    argv: list[str],
+    config_class: type[C] = SFTConfig,
+    config_name: str = RUN_CONFIG.name,
+) -> NoReturn:
+    """Call `work` as the rank that the environment names, and end the process.
 
     Exit code 0 when it is done. A failure is written into the rank's log and error file, with exit code 2 for a
     ConfigError and 1 for everything else. Either way the process ends at once: threads or process groups that hang must
@@ -39,6 +48,8 @@ def run_worker(train: Callable[[SFTConfig, Run], None], argv: list[str]) -> NoRe
 
     Args:
         argv: what the launcher appends to its command: run directory, attempt, its process id.
+        config_class: of the attempt's config; it has a `[log]`.
+        config_name: its file.
     """
     run_dir, attempt, launcher_pid = Path(argv[0]), int(argv[1]), int(argv[2])
     rank = int(os.environ["RANK"])
@@ -50,10 +61,10 @@ def run_worker(train: Callable[[SFTConfig, Run], None], argv: list[str]) -> NoRe
         log = open_rank_log(rank_log(run_dir, attempt, rank), rank=rank)
         _reserve(report)
         # Held until this process is gone, whatever becomes of the launcher.
-        _lock = share_run_dir(run_dir)
-        config = SFTConfig.model_validate_json(attempt_config(run_dir, attempt).read_text())
+        _lock = share(run_dir)
+        config = config_class.model_validate_json(attempt_config(run_dir, attempt, config_name).read_text())
         setup_logging(log, level=config.log.level)
-        train(config, Run(dir=run_dir, attempt=attempt, stop=stop))
+        work(config, Run(dir=run_dir, attempt=attempt, stop=stop))
     except BaseException as error:
         _record(error, log, report)
         os._exit(2 if isinstance(error, ConfigError) else 1)
@@ -127,12 +138,17 @@ def _write_report(report: dict[str, Any], path: Path) -> None:
     _new(path).rename(path)
 
 
-def _train(config: SFTConfig, run: Run) -> None:
-    # Imports torch, which takes seconds: signals are handled and the log is open by then.
+def _run(config: SFTConfig, run: Run) -> None:
+    # Both import torch, which takes seconds: signals are handled and the log is open by then.
+    if config.only_scores:
+        from trainer.evaluate import evaluate
+
+        evaluate(config, run)
+        return
     from trainer.train import train
 
     train(config, run)
 
 
 if __name__ == "__main__":
-    run_worker(_train, sys.argv[1:])
+    run_worker(_run, sys.argv[1:])

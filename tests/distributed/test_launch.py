@@ -17,9 +17,10 @@ import pytest
 import trainer.launch as launch_module
 from configs.errors import ConfigError
 from configs.sft import SFTConfig
+from trainer.attempts import Attempt
 from trainer.errors import RunError
 from trainer.launch import KilledError, WorkerError, launch
-from trainer.run_dir import Attempt, check_run_dir, open_run_dir
+from trainer.run_dir import check_run_dir, open_run_dir
 
 _WORKER = """
 import logging, os, signal, sys, time

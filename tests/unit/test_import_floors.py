@@ -38,6 +38,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainer.parallel",),
     # what knows one rank only
     ("trainer.data", "trainer.monitors", "trainer.logs", "trainer.tokenizer", "trainer.run_dir"),
+    ("trainer.attempts",),
     ("trainer.progress", "trainer.perf", "trainer.run", "trainer.files", "trainer.locks"),
     ("trainer.text", "trainer.errors"),
     # networks

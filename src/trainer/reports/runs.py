@@ -8,8 +8,8 @@ from typing import Any, Literal
 import numpy as np
 
 from configs.launch import RUN_CONFIG
+from trainer.attempts import is_in_use
 from trainer.reports.records import Column, MetricsFile, planned_steps, read_config, run_labels
-from trainer.run_dir import is_in_use
 
 State = Literal["running", "finished", "stopped", "failed"]
 Axis = Literal["step", "tokens", "hours"]

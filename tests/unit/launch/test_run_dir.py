@@ -14,8 +14,9 @@ import pytest
 
 from configs.errors import ConfigError
 from configs.sft import SFTConfig
+from trainer.attempts import share
 from trainer.errors import RunError
-from trainer.run_dir import check_run_dir, fill_run_name, open_run_dir, share_run_dir, write_dry_run
+from trainer.run_dir import check_run_dir, fill_run_name, open_run_dir, write_dry_run
 
 
 @pytest.fixture
@@ -294,7 +295,7 @@ def test_a_living_run_keeps_others_out(make: Callable[..., SFTConfig]) -> None:
 def test_a_living_worker_keeps_others_out_when_its_launcher_is_gone(make: Callable[..., SFTConfig]) -> None:
     config = make()
     attempt = open_run_dir(config, print)
-    held = share_run_dir(attempt.dir)
+    held = share(attempt.dir)
     attempt.close()
     with pytest.raises(ConfigError, match="in use"):
         check_run_dir(make(clean=True))

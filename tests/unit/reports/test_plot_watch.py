@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from trainer.attempts import is_in_use
 from trainer.reports import plot
 from trainer.reports.plot import run_plot
-from trainer.run_dir import is_in_use
 
 
 def page_of(path: Path) -> tuple[list[int], float | None, list[str]]:
