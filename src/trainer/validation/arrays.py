@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+
 from trainer.errors import RunError
 from trainer.files import write_whole
 from trainer.validation.windows import DocumentScores
@@ -24,6 +26,7 @@ def write_arrays(path: Path, scores: Mapping[int, DocumentScores]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    options = pa.list_(pa.float64())
     schema = pa.schema(
         [
             ("seq_len", pa.int32()),
@@ -32,7 +35,7 @@ def write_arrays(path: Path, scores: Mapping[int, DocumentScores]) -> None:
             ("tokens", pa.int64()),
             ("bytes", pa.int64()),
             ("correct", pa.bool_()),
-            ("option_nats", pa.list_(pa.float64())),
+            ("option_nats", options),
         ]
     )
     out = pa.BufferOutputStream()
@@ -40,13 +43,13 @@ def write_arrays(path: Path, scores: Mapping[int, DocumentScores]) -> None:
         for seq_len, records in scores.items():
             count = len(records.documents)
             columns = [
-                pa.array([seq_len] * count, pa.int32()),
+                pa.array(np.full(count, seq_len), pa.int32()),
                 pa.array(records.documents, pa.int64()),
                 pa.array(records.nats, pa.float64()),
                 pa.array(records.num_tokens, pa.int64()),
                 pa.array(records.num_bytes, pa.int64()),
                 pa.nulls(count, pa.bool_()) if records.correct is None else pa.array(records.correct, pa.bool_()),
-                pa.array([None] * count if records.option_nats is None else records.option_nats, schema.types[-1]),
+                pa.nulls(count, options) if records.option_nats is None else pa.array(records.option_nats, options),
             ]
             writer.write_table(pa.Table.from_arrays(columns, schema=schema))
     try:

@@ -35,13 +35,12 @@ def cut_text(ends: np.ndarray, seq_len: int, *, prefix: bool, prefixed: np.ndarr
             put before it: no model has seen two. Of a document that is nothing but this token it is taken as text: an
             EOS that is the prefix too. None: no document does.
     """
-    starts = np.concatenate([np.zeros(1, np.int64), ends[:-1].astype(np.int64)])[: len(ends)]
+    ends = ends.astype(np.int64)
+    starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(ends)]
     if prefix:
         own = np.zeros(len(ends), np.bool_) if prefixed is None else prefixed & (ends - starts > 1)
-        windows = _roll(starts + own, ends, seq_len, own)
-    else:
-        windows = _cut_apart(starts, ends, seq_len)
-    return windows
+        return _roll(starts + own, ends, seq_len, own)
+    return _cut_apart(starts, ends, seq_len)
 
 
 def _cut_apart(starts: np.ndarray, ends: np.ndarray, seq_len: int) -> Windows:
