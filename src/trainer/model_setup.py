@@ -2,6 +2,7 @@
 first weights."""
 
 import logging
+import os
 from pathlib import Path
 
 import torch
@@ -27,6 +28,13 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 
 _DEBUG_VALUE = 0.01
 _IMPLEMENTATIONS = {"custom": "implemented here", "hf": "transformers' own, with attention inside documents"}
+
+
+def make_deterministic() -> None:
+    """Let this process use kernels alone that give the same bits every time."""
+    # cuBLAS reads it when its first handle is made; without it the flag below would refuse every product.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 def build_parallel_model(

@@ -51,9 +51,10 @@ def _start(config: "SFTConfig") -> int:
     num_workers = count_workers(config.deployment)
     # Imports models and transformers, which take seconds.
     from trainer.monitors import check_monitors
-    from trainer.preflight import preflight
+    from trainer.preflight import preflight, preflight_scoring
 
-    plan = preflight(config, run_dir=run_dir, world_size=num_workers, say=say)
+    check = preflight_scoring if config.only_scores else preflight
+    plan = check(config, run_dir=run_dir, world_size=num_workers, say=say)
     check_monitors(config, say)
     for line in plan.lines():
         say(line)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from transformers import PretrainedConfig
 from configs.checkpoint import CheckpointConfig
 from configs.sft import SFTConfig
 from models.hf_config import config_to_dict
-from trainer.checkpoint import ModelRecord
+from trainer.checkpoint import Checkpointer, ModelRecord, read_state
 from trainer.data.loader import RowLoader
 from trainer.hooks import Hook
 from trainer.nan_guard import NanGuard, SpikeMeter
@@ -48,6 +49,11 @@ def model_record(
     )
 
 
+def model_tensors(grad_sync: GradSync) -> dict[str, Tensor]:
+    """Master weights as checkpoints name them, `model.<name>`; not what is frozen beside adapters."""
+    return {f"model.{name}": grad_sync.as_global(name, master) for name, master in grad_sync.masters.items()}
+
+
 class TrainState:
     """The parts of a run that live on: tensors for DCP, the rest as JSON."""
 
@@ -64,9 +70,8 @@ class TrainState:
         self._hooks = hooks
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """Master weights as `model.<name>`; not what is frozen beside adapters."""
-        sync = self._grad_sync
-        return {f"model.{name}": sync.as_global(name, master) for name, master in sync.masters.items()}
+        """Those of `model_tensors`."""
+        return model_tensors(self._grad_sync)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of a checkpoint, views of the live ones."""
@@ -101,3 +106,22 @@ class TrainState:
         self.grad_norm_spike.load_state_dict(state["spikes"][1])
         for hook, hook_state in zip(self._hooks, state["hooks"], strict=True):
             hook.load_state_dict(hook_state)
+
+    def restore(self, checkpointer: Checkpointer, path: Path, config: CheckpointConfig) -> dict[str, Any]:
+        """Put everything back from the checkpoint at `path`, less what `ckpt.skip_*` leaves out. Collective.
+
+        Returns:
+            all that it holds besides tensors.
+
+        Raises:
+            RunError: it is damaged, or of another model.
+        """
+        saved = read_state(path)
+        if config.skip_optimizer:
+            self._optimizer.reset()
+            checkpointer.load(path, self.model_tensors(), ignore=("optimizer.",))
+        else:
+            checkpointer.load(path, self.tensors())
+        self.load_state_dict(saved, config)
+        self._grad_sync.publish()
+        return saved

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from configs.data import DataConfig, FakeDataConfig, SFTDataConfig, TokensDataConfig
+from configs.data import DataConfig, FakeDataConfig, NoDataConfig, SFTDataConfig, TokensDataConfig
 from configs.errors import ConfigError
 from trainer.data.chat.build import ChatTools, build_chats
 from trainer.data.fake import FakeSource
@@ -46,6 +46,8 @@ def build_source(
                 length=config.length,
                 input_ids=config.input_ids,
             )
+        case NoDataConfig():
+            raise ConfigError.one("data", 'is missing, or of type "none": there are no rows to read')
 
 
 def _build_tokens(

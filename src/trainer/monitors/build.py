@@ -88,7 +88,7 @@ class Monitors:
 
 
 def build_monitors(
-    config: SFTConfig, run_dir: Path, *, start_step: int, total_steps: int, wandb_id: str | None
+    config: SFTConfig, run_dir: Path, *, start_step: int, total_steps: int | None, wandb_id: str | None
 ) -> Monitors:
     """Open the monitors of a run, on rank 0.
 
@@ -96,7 +96,7 @@ def build_monitors(
         config: the resolved config; wandb shows it.
         run_dir: an existing folder.
         start_step: steps done before this start; metrics.jsonl is cut back to it.
-        total_steps: steps of the whole run.
+        total_steps: steps of the whole run; None where nothing is trained.
         wandb_id: from the checkpoint that is resumed; None (also for a fork of another run) opens a new wandb run.
 
     Raises:

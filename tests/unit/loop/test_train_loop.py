@@ -142,7 +142,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     def build(*args: Any, **kwargs: Any) -> RowSource:
         return cast(RowSource, Edited(build_source(*args, **kwargs), made.edit))
 
-    monkeypatch.setattr("trainer.preflight.build_source", build)
+    monkeypatch.setattr("trainer.preflight.inputs.build_source", build)
     return made
 
 
