@@ -1,6 +1,7 @@
 """Every command that the documents show in a block works, on the quickstart made small.
 
-`sft` runs once; its other commands are resolved and checked as `--dry-run` does. All other tools and scripts run.
+`sft` runs once; its other commands are resolved and checked as `--dry-run` does, and so is the config of `eval-worker`.
+All other tools and scripts run.
 """
 
 import os
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from configs.cli import resolve
+from configs.eval_worker import EvalWorkerConfig
 from trainer.export.command import run_export
 from trainer.inspect.command import run_inspect
 from trainer.reports.compare import run_compare
@@ -98,6 +101,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.chdir(world)
     try:
         assert run_sft(["@", "examples/quickstart/pretrain.toml"]) == 0
+        assert run_export(["outputs/quickstart", "--output-dir", "my_model"]) == 0
+        subprocess.run([sys.executable, "examples/validation/make_sets.py"], check=True, timeout=120)
     finally:
         os.chdir(here)
     for name in ("a", "b"):
@@ -106,7 +111,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_topic_has_commands() -> None:
-    pages = {page.stem for page in PAGES if any(words[0] in ("sft", "python", *TOOLS) for words in commands(page))}
+    known = ("sft", "python", "eval-worker", *TOOLS)
+    pages = {page.stem for page in PAGES if any(words[0] in known for words in commands(page))}
     assert sorted(TOPICS - pages) == []
 
 
@@ -123,6 +129,8 @@ def test_command(world: Path, page: Path, words: list[str], monkeypatch: pytest.
         assert run_sft([*arguments, *extra]) == 0
     elif name == "python":
         subprocess.run([sys.executable, *arguments], check=True, timeout=120)
+    elif name == "eval-worker":
+        assert resolve(arguments, EvalWorkerConfig, name).config.run_dir == Path("outputs/quickstart")
     elif name in TOOLS:
         assert TOOLS[name](arguments) == 0
     else:
