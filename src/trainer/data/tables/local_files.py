@@ -76,6 +76,24 @@ def find_files(path: Path, split: str | None) -> list[LocalFile]:
     return files
 
 
+def only_split(folder: Path) -> str | None:
+    """The split that all files of rows in a folder belong to; None where no name speaks of one.
+
+    Raises:
+        DataError: there are several, or files beside them.
+        OSError: they cannot be read.
+    """
+    relative = [path.relative_to(folder) for path in _files_of_rows(sorted(_walk(folder)))]
+    named = [name for name in _KNOWN_SPLITS if any(_is_of(path, name) for path in relative)]
+    if not named:
+        return None
+    others = [path for path in relative if not _is_of(path, named[0])]
+    if others:
+        holds = f"{folder} holds {listed(named)}" if len(named) > 1 else f"{folder} holds {named[0]} beside {others[0]}"
+        raise DataError(f"{holds}, and it is not clear which to take; name the file or folder")
+    return named[0]
+
+
 def list_tables(folder: Path) -> list[LocalFile]:
     """The files of a folder that `datasets` saved, in sorted order.
 

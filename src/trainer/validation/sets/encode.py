@@ -1,0 +1,224 @@
+"""Rows of text to sequences of tokens, some at a time.
+
+A document with a context is cut as lm-evaluation-harness cuts it: white space at the end of the context goes to the
+continuation, both are tokenised as one text, and as many tokens as the context alone makes are its context.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainer.data.errors import DataError, PlacedError
+from trainer.validation.sets.kinds import Kind, TextDocument, read_document
+from trainer.validation.sets.text_encoder import TextEncoder
+
+if TYPE_CHECKING:
+    from trainer.data.tables.file_part import FilePart
+
+EMPTY = "a text is empty"
+NOTHING_SCORED = "no token stands for the continuation alone"
+"""Reasons to leave a document out."""
+
+CHANGED = "changed"
+"""The tokenizer changed a text before it looked at it."""
+BORDER = "border"
+"""A token stands for the end of the context and the beginning of the continuation."""
+
+SEQUENCE = np.dtype(
+    [
+        ("end", "<i8"),  # one past its last token, in the stream of all of them
+        ("document", "<i8"),  # its row
+        ("num_context", "<i4"),  # so many of its first tokens are not scored
+        ("num_bytes", "<i4"),  # of the option as it was given, in UTF-8
+        ("leading_space", "u1"),  # 1: its first token spells a space that is not in the text
+        ("right", "u1"),  # 1: the right option
+    ]
+)
+
+_BATCH_CHARS = 2**20
+"""Text encoded at once. An encoding takes some hundred bytes per token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """What became of some consecutive rows."""
+
+    num_rows: int
+
+    ids: np.ndarray
+    """(tokens,) int32: all sequences, one after the other."""
+
+    sequences: np.ndarray
+    """(sequences,) SEQUENCE: one per option, those of a document together; `end` counts from the start of the chunk."""
+
+    left_out: list[tuple[int, str]]
+    """Rows without sequences, ascending, and the reasons."""
+
+    noted: list[tuple[int, str]]
+    """Rows of which something is to be told, CHANGED or BORDER."""
+
+
+@dataclass(kw_only=True)
+class _Batch:
+    """Rows to be encoded together."""
+
+    num_rows: int = 0
+    rows: list[int] = field(default_factory=list)
+    documents: list[TextDocument] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    """Per document its context, where it has one, and that with each option."""
+
+    left_out: list[tuple[int, str]] = field(default_factory=list)
+
+
+class RowEncoder:
+    """Encodes the first rows of a part."""
+
+    def __init__(self, part: "FilePart", kind: Kind, encoder: TextEncoder) -> None:
+        self._part = part
+        self._kind: Kind = kind
+        self._encoder = encoder
+
+    def chunks(self, num_rows: int) -> Iterator[Chunk]:
+        """The rows up to number `num_rows`, in their order. One batch is encoded while the one before is looked at.
+
+        Raises:
+            PlacedError: about the first row that cannot be used.
+        """
+        with ThreadPoolExecutor(1, "encode") as threads:
+            waiting: tuple[_Batch, Future[list[list[int]]]] | None = None
+            batches = self._batches(num_rows)
+            while True:
+                batch, fault = _next(batches)
+                future = None if batch is None else threads.submit(self._encoder.encode, batch.texts)
+                if waiting is not None:
+                    yield self._finish(*waiting)
+                if fault is not None:
+                    raise fault
+                if batch is None or future is None:
+                    return
+                waiting = batch, future
+
+    def _batches(self, num_rows: int) -> Iterator[_Batch]:
+        batch, chars, row = _Batch(), 0, 0
+        try:
+            for row, raw in enumerate(self._part.rows(0, num_rows)):
+                chars += self._add(batch, row, raw)
+                if chars >= _BATCH_CHARS:
+                    yield batch
+                    batch, chars = _Batch(), 0
+        except DataError as error:
+            # Rows before it come first, whichever step they fail in.
+            yield batch
+            raise (error if isinstance(error, PlacedError) else self._placed(row, error)) from error
+        yield batch
+
+    def _add(self, batch: _Batch, row: int, raw: dict[str, object]) -> int:
+        """Put a row into a batch; gives the characters that it adds."""
+        batch.num_rows += 1
+        document = read_document(self._kind, raw)
+        if not all(document.options):
+            batch.left_out.append((row, EMPTY))
+            return 0
+        context, rests = _cut(document)
+        texts = [context] * bool(context) + [context + rest for rest in rests]
+        batch.rows.append(row)
+        batch.documents.append(document)
+        batch.texts += texts
+        return sum(map(len, texts))
+
+    def _placed(self, row: int, error: DataError) -> PlacedError:
+        return PlacedError(f"{self._part.place(row)}: {error}")
+
+    def _finish(self, batch: _Batch, encoded: "Future[list[list[int]]]") -> Chunk:
+        growing = _Growing(num_rows=batch.num_rows, left_out=batch.left_out)
+        try:
+            ids = iter(encoded.result())
+        except DataError:
+            ids = None  # one by one, to see which row it is
+        texts = iter(batch.texts)
+        for row, document in zip(batch.rows, batch.documents, strict=True):
+            count = len(document.options) + bool(_cut(document)[0])
+            own_texts = [next(texts) for _ in range(count)]
+            try:
+                own_ids = self._encoder.encode(own_texts) if ids is None else [next(ids) for _ in range(count)]
+                self._add_document(growing, row, document, own_texts, own_ids)
+            except DataError as error:
+                raise self._placed(row, error) from error
+        return growing.finish()
+
+    def _add_document(
+        self, growing: "_Growing", row: int, document: TextDocument, texts: list[str], ids: list[list[int]]
+    ) -> None:
+        """Args:
+        texts, ids: as in _Batch.
+        """
+        num_options = len(document.options)
+        context_ids = ids[0] if len(ids) > num_options else []
+        ids, texts = ids[-num_options:], texts[-num_options:]
+        num_context = len(context_ids)
+        if min(map(len, ids)) <= num_context:
+            growing.left_out.append((row, NOTHING_SCORED))
+            return
+        changed = border = False
+        for number, (text, own) in enumerate(zip(texts, ids, strict=True)):
+            leading_space, own_changed = self._encoder.compare(text, own)
+            changed |= own_changed
+            border |= own[:num_context] != context_ids
+            growing.add(
+                own,
+                (
+                    row,
+                    num_context,
+                    len(document.options[number].encode()),
+                    leading_space,
+                    number == document.right,
+                ),
+            )
+        growing.noted += [(row, what) for what, holds in ((CHANGED, changed), (BORDER, border)) if holds]
+
+
+def _next(batches: Iterator[_Batch]) -> tuple[_Batch | None, DataError | None]:
+    try:
+        return next(batches, None), None
+    except DataError as error:
+        return None, error
+
+
+def _cut(document: TextDocument) -> tuple[str, list[str]]:
+    """The context without white space at its end, and the options with it before them."""
+    context = document.context.rstrip()
+    space = document.context[len(context) :]
+    return context, [space + option for option in document.options]
+
+
+@dataclass(kw_only=True)
+class _Growing:
+    """A chunk in the making."""
+
+    num_rows: int
+    left_out: list[tuple[int, str]]
+    noted: list[tuple[int, str]] = field(default_factory=list)
+    ids: list[np.ndarray] = field(default_factory=list)
+    sequences: list[tuple[int, ...]] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def add(self, ids: list[int], rest: tuple[int, ...]) -> None:
+        """Args:
+        rest: the fields of SEQUENCE but `end`.
+        """
+        self.ids.append(np.array(ids, np.int32))
+        self.num_tokens += len(ids)
+        self.sequences.append((self.num_tokens, *rest))
+
+    def finish(self) -> Chunk:
+        return Chunk(
+            num_rows=self.num_rows,
+            ids=np.concatenate([np.empty(0, np.int32), *self.ids]),
+            sequences=np.array(self.sequences, SEQUENCE),
+            left_out=sorted(self.left_out),
+            noted=self.noted,
+        )

@@ -1,0 +1,187 @@
+"""Held-out sets of text: texts, continuations, pairs and multiple choice."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from configs.errors import ConfigError
+from models.batch import IGNORE_INDEX
+from trainer.data.errors import DataError
+from trainer.data.row import Track
+from trainer.validation.cut import cut_continuations, cut_text, read_window
+from trainer.validation.metrics import (
+    Options,
+    choice_metrics,
+    choice_records,
+    continuation_metrics,
+    continuation_records,
+    pair_metrics,
+    pair_records,
+    text_metrics,
+    text_records,
+)
+from trainer.validation.sets.cache import Work, open_or_build
+from trainer.validation.sets.encode import BORDER, CHANGED
+from trainer.validation.sets.rows import open_rows
+from trainer.validation.sets.text_encoder import TextEncoder
+from trainer.validation.windows import KEY, DocumentScores, Piece, Scores, Windows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begin:
+    """What the model reads before the first token of a text."""
+
+    prefix_id: int | None
+    """`val.context` is "prefix", and this the token."""
+
+    bos_id: int | None
+    """The tokenizer begins texts with it."""
+
+
+class TextSet:
+    """Rows of text. See LikelihoodSet for the methods."""
+
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        *,
+        tokenizer: "PreTrainedTokenizerBase",
+        byte_counts: np.ndarray,
+        begin: Begin,
+        cache_dir: Path,
+        track: Track,
+        max_documents: int | None = None,
+    ) -> None:
+        """Args:
+            name: name in the metrics.
+            path: a file of rows, or a folder of them.
+            byte_counts: (vocab_size,) int64 of `token_bytes`, for every id that the model knows.
+            cache_dir: folder of tokenised sets.
+            track: told of the rows that are tokenised.
+            max_documents: so many of the first rows are scored; None: all.
+
+        Raises:
+            ConfigError: the files are missing, damaged or not of any kind, or a row of them cannot be scored.
+            RunError: the disk is full.
+        """
+        self.name = name
+        self._byte_counts = byte_counts
+        self._begin = begin
+        try:
+            part, self.kind = open_rows(path)
+        except DataError as error:
+            raise ConfigError.one(KEY, str(error)) from error
+        except OSError as error:
+            raise ConfigError.one(KEY, f"{path} cannot be read: {error.strerror or error}") from error
+        work = Work(
+            set_name=name, part=part, kind=self.kind, encoder=TextEncoder(tokenizer), max_documents=max_documents
+        )
+        cache = open_or_build(work, cache_dir=cache_dir, track=track)
+        self._record = cache.record
+        self._ids, self._sequences = cache.ids, cache.sequences
+        if self._record.max_id >= len(byte_counts):
+            message = (
+                f"{self._record.max_id_place}: its text has the token id {self._record.max_id}, but the model's "
+                f"vocabulary has {len(byte_counts)}"
+            )
+            raise ConfigError.one(KEY, message)
+
+    @property
+    def num_documents(self) -> int:
+        return self._record.num_rows
+
+    @property
+    def num_sequences(self) -> int:
+        return self._record.num_sequences
+
+    @property
+    def notes(self) -> list[str]:
+        texts = {reason: f"left out, because {reason}" for reason in self._record.left_out}
+        texts[CHANGED] = "changed by the tokenizer's normaliser; the bytes are those of the changed text"
+        texts[BORDER] = "with a token that ends the context and begins the continuation; it counts as context"
+        rows = self._record.left_out | self._record.noted
+        return [
+            f"held-out set {self.name}: {rows[what].count:,} documents {texts[what]} ({rows[what].where})"
+            for what in rows
+        ]
+
+    @property
+    def digest(self) -> str:
+        record = self._record
+        parts = (self.kind, record.tokens_digest, record.sequences_digest, self._begin, len(self._byte_counts))
+        return " ".join(map(str, parts))
+
+    @property
+    def wants_hits(self) -> bool:
+        return self.kind == "ctxcont"
+
+    def windows(self, seq_len: int) -> Windows:
+        if self.kind == "ppl":
+            return cut_text(self._sequences["end"], seq_len, prefix=self._begin.prefix_id is not None)
+        prefix = "never" if self._begin.prefix_id is None else "where_needed"
+        return cut_continuations(
+            self._starts,
+            self._sequences["end"],
+            self._starts + self._sequences["num_context"],
+            seq_len,
+            prefix=prefix if self._begin.bos_id is None else "always",
+            documents=self._sequences["document"],
+        )
+
+    def read(self, windows: Windows, number: int) -> Piece:
+        begin = self._begin.prefix_id if self._begin.prefix_id is not None else self._begin.bos_id
+        input_ids, labels = read_window(windows, number, self._read_ids, begin)
+        num_bytes = int(self._byte_counts[labels[labels != IGNORE_INDEX]].sum())
+        sequence = windows.sequences[number]
+        first_scored = windows.first_labels[number] + windows.num_unscored[number]
+        if self._sequences["leading_space"][sequence] and first_scored == self._starts[sequence]:
+            num_bytes -= 1
+        return Piece(input_ids=input_ids, labels=labels, num_bytes=num_bytes)
+
+    def metrics(self, scores: Scores) -> dict[str, float]:
+        match self.kind:
+            case "ppl":
+                return text_metrics(scores)
+            case "ctxcont":
+                return continuation_metrics(scores)
+            case "pairs":
+                return pair_metrics(scores, self._options)
+            case "choices":
+                return choice_metrics(scores, self._options)
+
+    def documents(self, scores: Scores) -> DocumentScores:
+        numbers = self._sequences["document"]
+        match self.kind:
+            case "ppl":
+                return text_records(scores, numbers)
+            case "ctxcont":
+                return continuation_records(scores, numbers)
+            case "pairs":
+                return pair_records(scores, self._options, numbers[self._options.borders[:-1]])
+            case "choices":
+                return choice_records(scores, self._options, numbers[self._options.borders[:-1]])
+
+    def _read_ids(self, start: int, count: int) -> np.ndarray:
+        return self._ids[start : start + count]
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        """(sequences,) int64: first token of each."""
+        ends = self._sequences["end"]
+        return np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: ends.size]
+
+    @cached_property
+    def _options(self) -> Options:
+        documents = self._sequences["document"]
+        firsts = np.flatnonzero(np.diff(documents, prepend=-1))
+        rights = np.flatnonzero(self._sequences["right"])
+        return Options(
+            borders=np.append(firsts, documents.size), answers=rights - firsts, num_bytes=self._sequences["num_bytes"]
+        )
