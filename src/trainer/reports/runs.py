@@ -10,6 +10,7 @@ import numpy as np
 from configs.launch import RUN_CONFIG
 from trainer.attempts import is_in_use
 from trainer.reports.records import Column, MetricsFile, planned_steps, read_config, run_labels
+from trainer.run_dir import EVAL_WORKER
 
 State = Literal["running", "finished", "stopped", "failed"]
 Axis = Literal["step", "tokens", "hours"]
@@ -111,7 +112,7 @@ class FollowedRuns:
         run_dir, file = self._dirs[number], self._files[number]
         # Asked before reading: a run that ends in between would otherwise be called ended without its last records.
         in_use = is_in_use(run_dir)
-        is_scored = is_in_use(run_dir / "eval_worker") is True
+        is_scored = is_in_use(run_dir / EVAL_WORKER) is True
         file.update()
         if in_use is not False and (run_dir / RUN_CONFIG).is_file():
             # A resumed run may have another one; while `--clean` empties the folder there is none.
