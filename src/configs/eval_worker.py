@@ -5,6 +5,8 @@ from pathlib import Path
 from pydantic import Field
 
 from configs.base import BaseConfig
+from configs.checks import check_suite
+from configs.errors import Fault
 from configs.launch import DeploymentConfig
 from configs.monitor import LogConfig
 from configs.validation import SuiteConfig
@@ -30,3 +32,12 @@ class EvalWorkerConfig(BaseConfig):
 
     deployment: DeploymentConfig = DeploymentConfig()
     """Worker processes."""
+
+    def run_faults(self) -> list[Fault]:
+        faults = []
+        if self.run_dir.exists() and not self.run_dir.is_dir():
+            faults.append(Fault(key="run_dir", message=f"{self.run_dir} is not a folder"))
+        if self.poll_seconds >= self.deployment.timeout_seconds:
+            message = f"{self.poll_seconds:g} is not less than deployment.timeout_seconds, after which ranks give up"
+            faults.append(Fault(key="poll_seconds", message=message))
+        return [*faults, *check_suite(self.val)]

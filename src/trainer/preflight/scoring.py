@@ -61,7 +61,7 @@ def preflight_scoring(config: SFTConfig, *, run_dir: Path, world_size: int, say:
     if faults:
         raise ConfigError(faults)
     assert config.val is not None, "SFTConfig.run_faults asks for it"
-    return ScoringPlan(weights=_weights(config, found), scored=_scored(config.val), world_size=world_size)
+    return ScoringPlan(weights=_weights(config, found), scored=scored_lines(config.val), world_size=world_size)
 
 
 def _weights(config: SFTConfig, found: Path | None) -> str:
@@ -72,7 +72,8 @@ def _weights(config: SFTConfig, found: Path | None) -> str:
     return "first weights, not trained"
 
 
-def _scored(suite: SuiteConfig) -> list[str]:
+def scored_lines(suite: SuiteConfig) -> list[str]:
+    """What is scored, for people."""
     lines = [] if suite.data is None else [f"conversations of {', '.join(part.name for part in suite.data.parts)}"]
     for entry in suite.sets:
         name = entry if isinstance(entry, str) else entry.name
