@@ -104,4 +104,4 @@ def test_the_suite_is_a_layer_of_sft_and_the_config_of_eval_worker(
     assert worker.val is not None
     assert (worker.val.sets, worker.val.seq_lens) == (config.val.sets, config.val.seq_lens)
     lengths = [config.val.seq_lens_of(entry) for entry in config.val.sets]
-    assert lengths == [[128, 256], [128, 256], [256], [128, 256], [128, 256]]
+    assert lengths == [[128, 256], [128, 256], [256], [128, 256], [256]]
