@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -177,7 +177,7 @@ def _map(path: Path, dtype: np.dtype[Any], count: int) -> np.ndarray:
 
 
 def _digest(values: np.ndarray) -> str:
-    return blake2b(np.ascontiguousarray(values).view(np.uint8), digest_size=16).hexdigest()
+    return blake2b(np.ascontiguousarray(values).data.cast("B"), digest_size=16).hexdigest()
 
 
 def _build(new: Path, folder: CacheFolder, work: Work, track: Track) -> None:
@@ -220,7 +220,7 @@ class _Tally:
     def __post_init__(self) -> None:
         self._digests = [blake2b(digest_size=16) for _ in range(2)]
 
-    def write(self, chunk: Chunk, files: list[IO[bytes]]) -> None:
+    def write(self, chunk: Chunk, files: Sequence[IO[bytes]]) -> None:
         """Append a chunk to the files of tokens and sequences."""
         if chunk.ids.size and (largest := int(chunk.ids.max())) > self.max_id:
             place = np.searchsorted(chunk.sequences["end"], int(chunk.ids.argmax()), "right")

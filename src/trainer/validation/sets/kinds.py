@@ -3,15 +3,13 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from trainer.data.chat.read.messages import describe
 from trainer.data.errors import DataError
 from trainer.text import listed
 
 Kind = Literal["ppl", "ctxcont", "pairs", "choices"]
-
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _REQUIRED: dict[Kind, tuple[str, ...]] = {
     "ppl": ("text",),
@@ -56,12 +54,12 @@ def find_kind(columns: Sequence[str], file: str) -> Kind:
     Raises:
         DataError: they make none, or two, or lack the context that they seem to have under another name.
     """
-    made = [kind for kind in KINDS if set(_REQUIRED[kind]) <= set(columns)]
+    made: list[Kind] = [kind for kind, required in _REQUIRED.items() if set(required) <= set(columns)]
     if len(made) != 1:
         has = f"{file} has the columns {listed(sorted(columns), 12)}" if columns else f"{file} has no column"
         if made:
             raise DataError(f"{has}: those of two kinds of set, {' and '.join(made)}; leave the columns of one")
-        kinds = "; ".join(f"{', '.join(_REQUIRED[kind])} ({kind})" for kind in KINDS)
+        kinds = "; ".join(f"{', '.join(required)} ({kind})" for kind, required in _REQUIRED.items())
         raise DataError(f"{has}, and they make no kind of set; the kinds take {kinds}")
     kind = made[0]
     if "context" in _OPTIONAL[kind] and "context" not in columns:

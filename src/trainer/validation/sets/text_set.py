@@ -25,6 +25,7 @@ from trainer.validation.metrics import (
 )
 from trainer.validation.sets.cache import Work, open_or_build
 from trainer.validation.sets.encode import BORDER, CHANGED
+from trainer.validation.sets.kinds import Kind
 from trainer.validation.sets.rows import open_rows
 from trainer.validation.sets.text_encoder import TextEncoder
 from trainer.validation.windows import KEY, DocumentScores, Piece, Scores, Windows
@@ -74,6 +75,7 @@ class TextSet:
         self.name = name
         self._byte_counts = byte_counts
         self._begin = begin
+        self.kind: Kind
         try:
             part, self.kind = open_rows(path)
         except DataError as error:
