@@ -46,6 +46,9 @@ class Use:
     place_key: str
     """Config key of the place that it lies in."""
 
+    way_out: str = ""
+    """What else can be done while it is in use, for messages."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
@@ -151,11 +154,14 @@ def _in_use(folder: Path, use: Use) -> ConfigError:
     if host != socket.gethostname():
         # The kernel frees the lock of a dead process; a file server may keep that of a dead machine.
         message += f"; if {host} is down for good, delete {folder / LOCK_NAME}"
-    return ConfigError.one(use.name_key, message)
+    return ConfigError.one(use.name_key, message + use.way_out)
 
 
-def lay_out(folder: Path, use: Use, config: BaseModel, lock: TextIO) -> Attempt:
+def lay_out(folder: Path, use: Use, config: BaseModel, lock: TextIO, *, is_beside: bool = False) -> Attempt:
     """A new attempt in a folder that was taken: its logs, and its config.
+
+    Args:
+        is_beside: it does not go on with the work of those before, whose config stays the folder's.
 
     Raises:
         OSError: it cannot be written.
@@ -164,7 +170,8 @@ def lay_out(folder: Path, use: Use, config: BaseModel, lock: TextIO) -> Attempt:
     attempt_logs(folder, number).mkdir(parents=True)
     _replace_link(folder / "logs" / "latest", attempt_logs(folder, number).name)
     write_config(config, attempt_config(folder, number, use.config_name))
-    write_config(config, folder / "configs" / use.config_name)
+    if not is_beside:
+        write_config(config, folder / "configs" / use.config_name)
     return Attempt(dir=folder, number=number, lock=lock)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from configs.data import DataConfig, SFTDataConfig, TokensDataConfig, is_dataset_id
+from configs.data import DataConfig, NoDataConfig, SFTDataConfig, TokensDataConfig, is_dataset_id
 from configs.errors import ConfigError
 from configs.launch import RUN_CONFIG
 from configs.model import is_hub_id
@@ -53,6 +53,8 @@ def _data_name(data: DataConfig) -> str:
         case SFTDataConfig():
             name = data.parts[0].name
             return Path(name).name if is_dataset_id(name) else Path(name).resolve().name
+        case NoDataConfig():
+            return "val"
         case _:
             return data.type
 
@@ -77,10 +79,14 @@ def check_run_dir(config: SFTConfig) -> None:
                     raise ConfigError.one("output_dir", f"{place} is not a folder")
                 break
         _refuse_unwritable(run_dir, place)
-        refuse_living(run_dir, _RUN)
+        refuse_living(run_dir, replace(_RUN, way_out=_other_place(run_dir)) if config.only_scores else _RUN)
         _refuse_contents(config, run_dir)
     except OSError as error:
         raise unusable(run_dir, _RUN, error) from error
+
+
+def _other_place(run_dir: Path) -> str:
+    return f"; its checkpoints can be scored meanwhile: give --resume.dir {run_dir} and another run.name"
 
 
 def _refuse_unwritable(run_dir: Path, place: Path) -> None:
@@ -113,7 +119,7 @@ def open_run_dir(config: SFTConfig, say: Callable[[str], None]) -> Attempt:
             if config.clean and _is_used(run_dir):
                 _clean(run_dir)
                 say(f"clean: deleted what {run_dir} held")
-            return lay_out(run_dir, _RUN, config, lock)
+            return lay_out(run_dir, _RUN, config, lock, is_beside=config.only_scores and _is_used(run_dir))
         except BaseException:
             lock.close()
             raise

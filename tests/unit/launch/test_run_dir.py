@@ -40,6 +40,7 @@ def _open_and_close(config: SFTConfig) -> int:
         ({"type": "fake"}, {"arch": {"model_type": "llama"}}, "fake--llama--"),
         ({"type": "tokens", "paths": ["data/my shards/", "other"]}, {"name": "org/Tiny-1.5"}, "my-shards--Tiny-1.5--"),
         ({"type": "tokens", "paths": ["data/.hidden"]}, {"arch": {"model_type": "qwen3"}}, "hidden--qwen3--"),
+        ({"type": "none"}, {"name": "org/Tiny-1.5"}, "val--Tiny-1.5--"),
         ({"type": "sft", "name": "org/Some-Chats"}, {"name": "org/Tiny-1.5"}, "Some-Chats--Tiny-1.5--"),
         (
             {"type": "sft", "name": "../data/my chats.jsonl"},
@@ -320,3 +321,29 @@ def test_a_dry_run_beside_attempts_leaves_their_record_alone(make: Callable[...,
     assert write_dry_run(dry) == run_dir / "configs" / "dry_run" / "sft.json"
     assert SFTConfig.model_validate_json((run_dir / "configs" / "sft.json").read_text()) == first
     assert _open_and_close(make(resume={})) == 1
+
+
+def test_scoring_a_run_leaves_its_config_alone(make: Callable[..., SFTConfig]) -> None:
+    first, scoring = make(max_steps=9), make(max_steps=0, resume={})
+    _open_and_close(first)
+    run_dir = first.output_dir / "one"
+    assert _open_and_close(scoring) == 1
+    assert SFTConfig.model_validate_json((run_dir / "configs" / "sft.json").read_text()) == first
+    assert SFTConfig.model_validate_json((run_dir / "configs" / "attempt_1" / "sft.json").read_text()) == scoring
+
+
+def test_scoring_into_a_directory_of_its_own_records_its_config(make: Callable[..., SFTConfig]) -> None:
+    scoring = make(max_steps=0)
+    write_dry_run(make(max_steps=9))
+    _open_and_close(scoring)
+    path = scoring.output_dir / "one" / "configs" / "sft.json"
+    assert SFTConfig.model_validate_json(path.read_text()) == scoring
+
+
+def test_scoring_a_living_run_says_where_else_it_can_be_done(make: Callable[..., SFTConfig]) -> None:
+    attempt = open_run_dir(make(), print)
+    with pytest.raises(
+        ConfigError, match=r"in use by a run .*; its checkpoints can be scored meanwhile: give --resume"
+    ):
+        check_run_dir(make(max_steps=0, resume={}))
+    attempt.close()
