@@ -35,6 +35,7 @@ from trainer.parallel.stop_votes import StopVotes
 from trainer.preflight import plan_run, prepare
 from trainer.report import Metrics, StepMarks, StepReport, StepReporter
 from trainer.run import Run
+from trainer.snapshots.writer import SnapshotWriter
 from trainer.state import TrainState, model_record
 from trainer.validation import build_validation
 
@@ -93,6 +94,9 @@ class Trainer:
         has_tokenizer = inputs.tokenizer is not None
         record = model_record(config, inputs.model_config, has_tokenizer=has_tokenizer, adapters=self.adapters)
         self.checkpointer = Checkpointer(run.dir, config.ckpt, mesh, record)
+        self.snapshots = SnapshotWriter(
+            run.dir, config, self.state, self.checkpointer, mesh, record, total_steps=self.plan.steps
+        )
         self.validation = build_validation(
             config.val,
             tokenizer=inputs.tokenizer,
@@ -100,14 +104,18 @@ class Trainer:
             mesh=mesh,
             pin_memory=pin_memory,
             chats=chat_tools(config, inputs.tokenizer, untracked),
+            cache_dir=config.val_cache,
+            arrays_dir=run.dir / "val" if config.val is not None and config.val.save_arrays else None,
         )
         self.resumed_from: Path | None = None
         self.resumed_metrics: Metrics = {}
         wandb_id = self._first_weights()
+        step = self.state.progress.step
+        self.snapshots.begin(step)
         self.monitors = None
         if mesh.rank == 0:
             self.monitors = build_monitors(
-                config, run.dir, start_step=self.state.progress.step, total_steps=self.plan.steps, wandb_id=wandb_id
+                config, run.dir, start_step=step, total_steps=self.plan.steps, wandb_id=wandb_id
             )
             for note in self.validation.notes if self.validation else []:
                 self.monitors.say(note)
@@ -115,6 +123,7 @@ class Trainer:
         self.stopping = False
         if config.ckpt is not None:
             self.checkpointer.check_space(self.state.tensors())
+        self.snapshots.check_space()
 
     def run(self) -> None:
         """All steps from where the state stands."""
@@ -165,7 +174,8 @@ class Trainer:
                 stop_requested=self.run_info.stop.requested,
             )
             step, step_start = step + 1, step_end
-            if self._saves(step) or self._validates(step) or step == self.plan.steps or self.stopping:
+            due = self._saves(step) or self.snapshots.due(step) or self._validates(step)
+            if due or step == self.plan.steps or self.stopping:
                 step, step_start = self._rest(step), clock.mark()
         self._finish(step, first_step)
 
@@ -175,7 +185,7 @@ class Trainer:
         if not self.stopping:
             if step == 0:
                 val = self.config.val
-                validates = val is not None and (val.eval_on_start or (val.eval_on_end and self.plan.steps == 0))
+                validates = val is not None and val.eval_on_start
                 self._log(0, self._parameter_counts() | (self._validate(0) if validates else {}))
             elif self._resumes_here:
                 self._make_up(step)
@@ -201,6 +211,8 @@ class Trainer:
             saved = self._saves(step)
             if saved:
                 metrics = metrics | self._save(step, metrics)
+            if self.snapshots.due(step):
+                metrics = metrics | self.snapshots.save(step, self._wandb_id)
             if self._validates(step):
                 metrics = metrics | self._validate(step)
             if self._saves(step) and not saved:  # a stop was asked for during the validation
@@ -215,7 +227,7 @@ class Trainer:
 
     def _make_up(self, step: int) -> None:
         """Record what the run had no time for after the checkpoint of `step`, when it was killed: the step's metrics,
-        its validation, and its weights."""
+        its validation, its snapshot and its weights."""
         recorded = agree(self.mesh, lambda: self.monitors.recorded if self.monitors else None)[0]
         assert recorded is not None, "rank 0 has monitors"
         metrics = {} if "loss/mean" in recorded else self.resumed_metrics
@@ -223,6 +235,7 @@ class Trainer:
             metrics = metrics | self._validate(step)
         if metrics:
             self._log(step, metrics)
+        self.snapshots.make_up(step, self._wandb_id, scored="time/eval" in recorded)
         assert self.resumed_from is not None
         self.checkpointer.make_up_weights(self.resumed_from)
 
@@ -230,7 +243,7 @@ class Trainer:
         """Write the checkpoint of `step`; `metrics` are those of the step."""
         start = time.perf_counter()
         state = self.state.state_dict() | {
-            "wandb_id": self.monitors.wandb_id if self.monitors else None,
+            "wandb_id": self._wandb_id,
             "metrics": {name: json_value(value) for name, value in metrics.items()},
         }
         self.checkpointer.save(step, self.state.tensors(), state)
@@ -240,6 +253,10 @@ class Trainer:
         if self.config.ckpt is None:
             return False
         return self.checkpointer.due(step) or step == self.plan.steps or self.stopping
+
+    @property
+    def _wandb_id(self) -> str | None:
+        return self.monitors.wandb_id if self.monitors else None
 
     def _validates(self, step: int) -> bool:
         val = self.config.val
@@ -256,7 +273,7 @@ class Trainer:
         if not self.stopping:
             on_progress = partial(self.monitors.show_part, "validation") if self.monitors else None
             votes = StopVotes(self.mesh, lambda: self.run_info.stop.requested)
-            metrics = self.validation.run(self.model, on_progress, leave=votes.cast)
+            metrics = self.validation.run(self.model, on_progress, leave=votes.cast, step=step)
             self.stopping |= votes.settle()
         if metrics is None:
             left_to = "the resumed run" if self.config.ckpt is not None else "nobody: there is no [ckpt]"
@@ -293,18 +310,9 @@ class Trainer:
         return saved["wandb_id"] if config.resume.dir is None else None
 
     def _restore(self, path: Path) -> dict[str, Any]:
-        saved = read_state(path)
         # `ckpt.skip_*` is about the checkpoint that the run was resumed from, also when it goes back to that one.
         config = self.config.ckpt if path == self.resumed_from else None
-        skips = config or CheckpointConfig()
-        if skips.skip_optimizer:
-            self.optimizer.reset()
-            self.checkpointer.load(path, self.state.model_tensors(), ignore=("optimizer.",))
-        else:
-            self.checkpointer.load(path, self.state.tensors())
-        self.state.load_state_dict(saved, skips)
-        self.grad_sync.publish()
-        return saved
+        return self.state.restore(self.checkpointer, path, config or CheckpointConfig())
 
     def _go_back(self, report: StepReport) -> int:
         """Return to the last checkpoint and pass over the rows of the bad steps, or end the run."""
@@ -326,6 +334,7 @@ class Trainer:
         guard.load_state_dict(counters)
         guard.rewound()
         step = self.state.progress.step
+        self.snapshots.go_back(step)
         if self.monitors is not None:
             self.monitors.rewind(step)
         self.loader.skip(max(first_bad, step), report.step)

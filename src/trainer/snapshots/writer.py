@@ -5,20 +5,21 @@ the same copies of the weights. Its state holds `model`, as a checkpoint's does,
 """
 
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from configs.checkpoint import EvalSnapshotsConfig
-from trainer.checkpoint import ModelRecord, checkpoint_size
+from configs.sft import SFTConfig
+from trainer.checkpoint import Checkpointer, ModelRecord, checkpoint_size
 from trainer.checkpoint.agreement import agree
-from trainer.checkpoint.folder_writer import FolderWriter
 from trainer.errors import RunError
 from trainer.files import require_space
 from trainer.parallel.mesh import Mesh
 from trainer.snapshots import queue
+from trainer.state import TrainState
 from trainer.text import listed
 
 logger = logging.getLogger(__name__)
@@ -33,55 +34,56 @@ class SnapshotWriter:
     def __init__(
         self,
         run_dir: Path,
-        config: EvalSnapshotsConfig | None,
-        writer: FolderWriter,
+        config: SFTConfig,
+        state: TrainState,
+        checkpointer: Checkpointer,
         mesh: Mesh,
         model: ModelRecord,
         *,
-        in_background: bool,
+        total_steps: int,
     ) -> None:
         """
         Args:
-            config: None: none are written; those that an earlier attempt left ahead are deleted all the same.
-            writer: the checkpointer's.
+            config: without `[eval_snapshots]` none are written; those that an earlier attempt left ahead are deleted
+                all the same.
+            state: the weights.
+            checkpointer: its thread writes the snapshots too, in the background where it writes checkpoints so.
             model: what every snapshot says about itself.
-            in_background: write while training goes on.
+            total_steps: of the run: after these comes the last snapshot.
         """
         self._run_dir = run_dir
-        self._config = config
-        self._writer = writer
+        self._config = config.eval_snapshots
+        self._state = state
+        self._checkpointer = checkpointer
+        self._writer = checkpointer.writer
         self._mesh = mesh
         self._model = model
-        self._in_background = in_background
+        self._total_steps = total_steps
+        self._beside_checkpoints = config.ckpt is not None
+        self._in_background = config.ckpt is None or config.ckpt.async_save
 
-    def due(self, step: int, *, last: bool) -> bool:
-        """Whether the weights after `step` steps are to be written.
+    def due(self, step: int) -> bool:
+        """Whether the weights after `step` steps are to be written."""
+        return self._config is not None and (
+            step == self._total_steps or (step > 0 and step % self._config.interval == 0)
+        )
 
-        Args:
-            last: the run has all its steps now.
-        """
-        return self._config is not None and (last or (step > 0 and step % self._config.interval == 0))
-
-    def check_space(self, tensors: Mapping[str, Tensor], *, beside: int) -> None:
-        """Check at start that one snapshot fits.
-
-        Args:
-            tensors: of the model.
-            beside: bytes that are needed at the same time, by a checkpoint.
+    def check_space(self) -> None:
+        """Check at start that one snapshot fits, beside a checkpoint if these are written.
 
         Raises:
             RunError: it does not.
         """
-        if self._config is not None:
-            num_bytes = checkpoint_size(tensors, self._mesh.world_size) + beside
-            what = "a snapshot and a checkpoint" if beside else "a snapshot"
-            self._on_rank_0(lambda: require_space(self._run_dir / queue.FOLDER_NAME, num_bytes, what))
+        if self._config is None:
+            return
+        num_bytes, what = self._size(), "a snapshot"
+        if self._beside_checkpoints:
+            num_bytes += self._checkpointer.size(self._state.tensors())
+            what += " and a checkpoint"
+        self._on_rank_0(lambda: require_space(self._run_dir / queue.FOLDER_NAME, num_bytes, what))
 
-    def begin(self, step: int, *, more: bool) -> None:
-        """The run goes on from `step`, at its start: before metrics.jsonl is cut back to it, as for `go_back`.
-
-        Args:
-            more: steps are to come.
+    def begin(self, step: int) -> None:
+        """The run is about to go on from `step`: like `go_back`, at its start.
 
         Raises:
             RunError: the folder of the snapshots cannot be changed.
@@ -92,13 +94,14 @@ class SnapshotWriter:
             self._cut_back(step)
             if self._config is not None:
                 (self._run_dir / queue.FOLDER_NAME).mkdir(parents=True, exist_ok=True)
-                if more:
+                if step < self._total_steps:
                     queue.unmark_final(self._run_dir)
 
         self._on_rank_0(clean_up)
 
     def go_back(self, step: int) -> None:
-        """Delete the snapshots of later steps: the run is back at `step`, and metrics.jsonl is about to be cut.
+        """Delete the snapshots of later steps: the run is back at `step`. Called before metrics.jsonl is cut back, so
+        that no worker can record what it scored of them afterwards.
 
         Raises:
             RunError: one of them could not be written, or cannot be deleted.
@@ -106,62 +109,61 @@ class SnapshotWriter:
         self._writer.wait()
         self._on_rank_0(lambda: self._cut_back(step))
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], *, last: bool, wandb_id: str | None) -> None:
+    def save(self, step: int, wandb_id: str | None) -> dict[str, float]:
         """Write the weights after `step` steps. In the background this returns when the tensors are copied, at once if
-        the checkpoint of the step has them; the caller may change them then.
+        the checkpoint of the step has copied them.
 
         Args:
-            tensors: of the model, named `model.<name>`; the same names on every rank.
-            last: the run has all its steps.
             wandb_id: where results belong; rank 0's is written.
+
+        Returns:
+            the time that it took.
 
         Raises:
             RunError: writing before this one failed, or this one did, if not in the background.
         """
-        num_bytes = checkpoint_size(tensors, self._mesh.world_size)
-        staged = self._writer.stage(step, tensors)
+        start = time.perf_counter()
+        staged = self._writer.stage(step, self._state.model_tensors())
         state = {"model": self._model.to_json(), "wandb_id": wandb_id}
-        self._writer.do(
-            lambda: self._write(step, staged, state, num_bytes=num_bytes, last=last), in_background=self._in_background
-        )
+        self._writer.do(lambda: self._write(step, staged, state), in_background=self._in_background)
+        return {"time/save_snapshot": time.perf_counter() - start}
 
-    def make_up(
-        self, step: int, tensors: Mapping[str, Tensor], *, last: bool, wandb_id: str | None, scored: bool
-    ) -> None:
+    def make_up(self, step: int, wandb_id: str | None, *, scored: bool) -> None:
         """Write what is due of the step that the run was resumed from, if the run was killed before it could.
 
         Args:
-            scored: the metrics of the step are recorded: the snapshot was there.
+            scored: its results are recorded, so it was there.
 
         Raises:
             RunError: as `save`.
         """
-        if not self.due(step, last=last):
+        if not self.due(step):
             return
-
         self._writer.wait()
         if not (scored or self._on_rank_0(lambda: queue.was_written(self._run_dir, step))):
-            self.save(step, tensors, last=last, wandb_id=wandb_id)
-        elif last:
+            self.save(step, wandb_id)
+        elif step == self._total_steps:
             self._on_rank_0(lambda: queue.mark_final(self._run_dir, step))
+
+    def _size(self) -> int:
+        return checkpoint_size(self._state.model_tensors(), self._mesh.world_size)
 
     def _cut_back(self, step: int) -> None:
         steps = queue.cut_back(self._run_dir, step)
         if steps:
             logger.info("snapshots after step %d are of other weights now: deleted %s", step, _names(steps))
 
-    def _write(
-        self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], *, num_bytes: int, last: bool
-    ) -> None:
-        final = queue.snapshot_path(self._run_dir, step)
+    def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        path = queue.snapshot_path(self._run_dir, step)
+        num_bytes = checkpoint_size(tensors, self._mesh.world_size)
         try:
             self._writer.write(
-                final, step=step, tensors=tensors, state=state, before_writing=lambda: self._make_room(num_bytes)
+                path, step=step, tensors=tensors, state=state, before_writing=lambda: self._make_room(num_bytes)
             )
-            if last:
+            if step == self._total_steps:
                 self._on_rank_0(lambda: queue.mark_final(self._run_dir, step))
         except RunError as error:
-            raise RunError(f"snapshot step_{step} could not be written to {final.parent}: {error}") from error
+            raise RunError(f"snapshot step_{step} could not be written to {path.parent}: {error}") from error
 
     def _make_room(self, num_bytes: int) -> None:
         assert self._config is not None, "none are due"

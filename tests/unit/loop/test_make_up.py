@@ -46,7 +46,7 @@ class Round:
         self.before_pass: Callable[[int], None] = lambda number: None
 
     def run(
-        self, model: Any, on_progress: Callable[[int, int], None], leave: Callable[[], bool]
+        self, model: Any, on_progress: Callable[[int, int], None], leave: Callable[[], bool], *, step: int
     ) -> dict[str, float] | None:
         for number in range(PASSES):
             self.before_pass(number)
