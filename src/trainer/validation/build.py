@@ -1,11 +1,13 @@
 """From `[val]` to what scores it."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from configs.errors import ConfigError
+from configs.errors import ConfigError, Fault
 from configs.validation import SuiteConfig, ValChatConfig, ValSetConfig
 from trainer.data.chat.build import ChatTools, build_val_chats
 from trainer.data.row import Track, untracked
@@ -59,18 +61,23 @@ def build_validation(
     if config is None:
         return None
     tasks: list[Task] = []
-    if config.data is not None:
-        tasks.append(_build_chats(config.data, chats, vocab_size))
-    if config.sets:
-        tasks += _build_sets(
-            config,
-            tokenizer,
-            vocab_size,
-            mesh.device,
-            cache_dir=config.cache_dir or cache_dir,
-            keep_documents=arrays_dir is not None and mesh.rank == 0,
-            track=track,
-        )
+    faults: list[Fault] = []
+    with _collecting(faults):
+        if config.data is not None:
+            tasks.append(_build_chats(config.data, chats, vocab_size))
+    with _collecting(faults):
+        if config.sets:
+            tasks += _build_sets(
+                config,
+                tokenizer,
+                vocab_size,
+                mesh.device,
+                cache_dir=config.cache_dir or cache_dir,
+                keep_documents=arrays_dir is not None and mesh.rank == 0,
+                track=track,
+            )
+    if faults:
+        raise ConfigError(faults)
     validation = Validation(tasks=tasks, mesh=mesh, pin_memory=pin_memory, arrays_dir=arrays_dir)
     validation.agree()
     return validation
@@ -99,20 +106,33 @@ def _build_sets(
     text_ids = torch.from_numpy(counts > 0).to(device)
     prefix_id = _prefix_id(tokenizer) if config.context == "prefix" else None
     tasks = []
+    faults: list[Fault] = []
     for entry in config.sets:
-        located = _locate(entry, config.data_dir)
-        set_ = _build_set(located, tokenizer, counts, prefix_id, cache_dir=cache_dir, track=track)
-        for seq_len in config.seq_lens_of(entry):
-            tasks.append(
-                SetTask(
-                    set_,
-                    seq_len=seq_len,
-                    micro_batch_tokens=config.micro_batch_tokens,
-                    text_ids=text_ids,
-                    keep_documents=keep_documents,
+        with _collecting(faults):
+            located = _locate(entry, config.data_dir)
+            set_ = _build_set(located, tokenizer, counts, prefix_id, cache_dir=cache_dir, track=track)
+            for seq_len in config.seq_lens_of(entry):
+                tasks.append(
+                    SetTask(
+                        set_,
+                        seq_len=seq_len,
+                        micro_batch_tokens=config.micro_batch_tokens,
+                        text_ids=text_ids,
+                        keep_documents=keep_documents,
+                    )
                 )
-            )
+    if faults:
+        raise ConfigError(faults)
     return tasks
+
+
+@contextmanager
+def _collecting(faults: list[Fault]) -> Generator[None]:
+    """Go on after a ConfigError, keeping its faults: one start then names every set that cannot be used."""
+    try:
+        yield
+    except ConfigError as error:
+        faults.extend(error.faults)
 
 
 def _prefix_id(tokenizer: "PreTrainedTokenizerBase") -> int:

@@ -31,11 +31,11 @@ class StubLM(CausalLM):
         ends = batch.segments.host_cu_seqlens.tolist()
         for start, end in pairwise(ends):
             hidden[start:end] = embedded[start:end].cumsum(0) / torch.arange(1, end - start + 1)[:, None]
-        losses = nn.functional.cross_entropy(
-            hidden @ self.embedding.T, batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
-        )
+        logits, labels = hidden @ self.embedding.T, batch.labels.flatten()
+        losses = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
         nats = losses.detach().reshape(batch.labels.shape)
-        return LossOutput(loss=losses.sum(), nats=nats, greedy_hits=None)
+        hits = (logits.argmax(-1) == labels).reshape(batch.labels.shape) if greedy else None
+        return LossOutput(loss=losses.sum(), nats=nats, greedy_hits=hits)
 
     def document_nats(self, input_ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
         """The same for one segment alone, in float64."""

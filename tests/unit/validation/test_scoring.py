@@ -1,5 +1,6 @@
-"""Totals and metrics of held-out token folders, on a stub model."""
+"""Totals and metrics of held-out sets, on a stub model."""
 
+import gzip
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -243,28 +244,92 @@ def test_ids_beyond_the_vocabulary_are_named(
         build(folder).run(stub_model())
 
 
-def test_a_folder_without_shards_is_refused(build: Callable[..., Validation], tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(ConfigError, match="not a folder of token shards"):
-            build(path)
+def test_a_folder_without_a_set_is_refused(build: Callable[..., Validation], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"val\.sets: .* holds no file that ends with"):
+        build(tmp_path)
+    with pytest.raises(ConfigError, match=r"val\.sets: .*absent is neither a file nor a folder"):
+        build(tmp_path / "absent")
+
+
+@pytest.fixture
+def build_named(
+    tiny_tokenizer: Path, make_mesh: Callable[..., Any], tmp_path: Path
+) -> Callable[[Path, list[str]], Validation]:
+    """Sets by name in a folder."""
+
+    def build_named(data_dir: Path, names: list[str]) -> Validation:
+        validation = build_validation(
+            ValConfig.model_validate({"data_dir": data_dir, "sets": names, "seq_lens": [1024]}),
+            tokenizer=load_tokenizer(str(tiny_tokenizer)),
+            vocab_size=VOCAB,
+            mesh=make_mesh(),
+            pin_memory=False,
+            cache_dir=tmp_path / "cache",
+        )
+        assert validation is not None
+        return validation
+
+    return build_named
 
 
 def test_sets_by_name_lie_in_data_dir(
-    tiny_tokenizer: Path, tiny_heldout: Path, make_mesh: Callable[..., Any], stub_model: Callable[..., Any]
+    build_named: Callable[..., Validation],
+    write_shard: Callable[..., Path],
+    stub_model: Callable[..., Any],
+    tmp_path: Path,
 ) -> None:
-    config = ValConfig(interval=1, data_dir=tiny_heldout.parent, sets=[tiny_heldout.name], seq_lens=[1024])
-    validation = build_validation(
-        config,
-        tokenizer=load_tokenizer(str(tiny_tokenizer)),
-        vocab_size=VOCAB,
-        mesh=make_mesh(),
-        pin_memory=False,
-        cache_dir=Path("unused"),
-    )
-    assert validation is not None
-    assert set(validation.run(stub_model())) == {
-        f"val/{tiny_heldout.name}/{metric}@1k" for metric in ("loss", "perplexity", "bpb")
+    """As a folder or as a file of rows."""
+    write_shard([[40, 41, 0]], "shards")
+    (tmp_path / "rows.jsonl").write_text('{"text": "some words"}\n')
+    with gzip.open(tmp_path / "zipped.jsonl.gz", "wt") as file:
+        file.write('{"context": "some", "continuation": " words"}\n')
+    metrics = build_named(tmp_path, ["shards", "rows", "zipped"]).run(stub_model())
+    assert set(metrics or {}) == {
+        *(f"val/{name}/{metric}@1k" for name in ("shards", "rows") for metric in ("loss", "perplexity", "bpb")),
+        *(f"val/zipped/{metric}@1k" for metric in ("loss", "bpb", "acc")),
     }
+
+
+def test_every_set_that_cannot_be_used_is_named(
+    build_named: Callable[..., Validation], write_shard: Callable[..., Path], tmp_path: Path
+) -> None:
+    write_shard([[40, 41, 0]], "good")
+    write_shard([[0], [0]], "short")
+    write_shard([[40, 0]], "twice")
+    (tmp_path / "twice.parquet").touch()
+    with pytest.raises(ConfigError) as caught:
+        build_named(tmp_path, ["absent", "good", "short", "twice"])
+    assert [(fault.key, fault.message) for fault in caught.value.faults] == [
+        (
+            "val.sets",
+            f"{tmp_path} holds no set 'absent': nothing there is called absent, absent.jsonl, absent.jsonl.gz, "
+            "absent.json, absent.parquet",
+        ),
+        ("val.sets", "short has nothing to score at 1024 tokens: 2 left out: too short to score"),
+        (
+            "val.sets",
+            f"'twice' is unclear: there are {tmp_path / 'twice'} and {tmp_path / 'twice.parquet'}; give {{name, path}}",
+        ),
+    ]
+
+
+def test_a_set_has_its_own_lengths_and_number_of_documents(
+    build: Callable[..., Validation], write_shard: Callable[..., Path], stub_model: Callable[..., Any]
+) -> None:
+    folder = write_shard([[40 + n, 41 + n, 0] for n in range(9)])
+    sets = [{"name": "all", "path": folder}, {"name": "two", "path": folder, "seq_lens": [8, 32], "max_documents": 2}]
+    validation = build(folder, sets=sets)
+    assert [note.split(" in ")[0] for note in validation.notes] == [
+        "val/all@16: 1 forward passes per rank over 9 windows of 9 documents",
+        "val/two@8: 1 forward passes per rank over 2 windows of 2 documents",
+        "val/two@32: 1 forward passes per rank over 2 windows of 2 documents",
+    ]
+    model = stub_model(dtype=torch.float64)
+    metrics = validation.run(model)
+    first = [model.document_nats(np.array([40 + n, 41 + n]), np.array([41 + n, 0])) for n in range(2)]
+    assert metrics is not None
+    assert metrics["val/two/loss@32"] == pytest.approx(np.mean(first), rel=1e-12)
+    assert metrics["val/two/loss@8"] == metrics["val/two/loss@32"]
 
 
 def test_no_table_no_validation(make_mesh: Callable[..., Any]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +15,8 @@ from models.batch import IGNORE_INDEX
 from models.init import init_weights
 from models.layers.lm_head import linear_cross_entropy
 from models.registry import build_config, build_model
+from trainer.data.collate import collate
+from trainer.data.row import Rows
 from trainer.tokenizer import load_tokenizer
 from trainer.validation import build_validation
 
@@ -78,6 +81,18 @@ def test_ten_times_the_batches_need_no_more_memory(
         build_config(ARCH, tokenizer_length=300, special_ids={}), seq_len=32, attn="sdpa", dtype=torch.float32
     )
     init_weights({name: p.detach() for name, p in model.named_parameters()}, std=0.1, seed=0, rules=model.init_rules())
+    rows = Rows.empty(1, 32)
+    rows.input_ids[:], rows.labels[:], rows.segment_lengths[:] = 40, 41, [np.array([32])]
+
+    def step_peak() -> int:
+        """Of a training step, over what is live already."""
+        with LiveMemory() as memory:
+            model(collate(rows, full_rows=False, pin_memory=False)).loss.backward()
+            model.zero_grad()
+        return memory.peak
+
+    step_peak()  # what is made once
+    alone = step_peak()
     peaks, left, passes = [], [], []
     for count in (10, 100):
         folder = write_shard([[*range(40, 71), 0]] * count, f"{count}_documents")
@@ -99,6 +114,7 @@ def test_ten_times_the_batches_need_no_more_memory(
             left.append(memory.live)
         peaks.append(memory.peak)
         passes.append(len(done))
+        assert step_peak() == alone
     assert passes == [10, 100]
     assert peaks[0] == peaks[1]
     assert left[0] == left[1]
