@@ -8,7 +8,7 @@ from trainer.command import fail, run_command, say
 if TYPE_CHECKING:
     from configs.eval_worker import EvalWorkerConfig
 
-WORKER_COMMAND = (sys.executable, "-P", "-m", "trainer.eval_worker.work")
+WORKER_COMMAND = (sys.executable, "-P", "-m", "trainer.eval_worker.worker")
 
 
 def main() -> None:

@@ -1,11 +1,10 @@
-"""A worker of `eval-worker`: the model is built once, then snapshot after snapshot is put in and scored.
+"""What a worker of `eval-worker` does: the model is built once, then snapshot after snapshot is put in and scored.
 
 The newest waiting snapshot goes first, older ones when nothing newer waits: whoever watches a run wants to know how it
 does now. Rank 0 looks and claims; all ranks agree on what is next, so that none is left alone in a collective.
 """
 
 import logging
-import sys
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -27,10 +26,8 @@ from trainer.monitors import LateMonitors, open_late_monitors
 from trainer.parallel.mesh import Mesh, build_mesh
 from trainer.parallel.stop_votes import StopVotes
 from trainer.run import Run
-from trainer.run_dir import EVAL_WORKER_USE
 from trainer.snapshots import queue
 from trainer.text import listed
-from trainer.worker import run_worker
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +104,9 @@ class SnapshotScorer:
                 self._pause()
         agree(self._mesh, self._put_back)
         if self._damaged:
-            raise RunError(f"snapshots of steps {listed([str(step) for step in self._damaged])} were damaged and have no result")
+            raise RunError(
+                f"snapshots of steps {listed([str(step) for step in self._damaged])} were damaged and have no result"
+            )
         why = "stopped on request" if stop else "done: the last snapshot of the training is scored"
         log.info("%s; scored by this worker: %d", why, self._num_recorded)
 
@@ -207,7 +206,3 @@ class SnapshotScorer:
         if self._monitors is not None:
             self._monitors.close(exit_code)
             self._monitors = None
-
-
-if __name__ == "__main__":
-    run_worker(score_snapshots, sys.argv[1:], EvalWorkerConfig, EVAL_WORKER_USE.config_name)

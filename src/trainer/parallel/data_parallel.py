@@ -145,7 +145,10 @@ class ShardedGradSync:
             parameter.grad = None
 
     def publish(self) -> None:
-        """The next all-gather reads the masters themselves."""
+        """The next all-gather reads the masters themselves. Without a backward pass since the last forward pass, units
+        are still gathered, and would be read as they are: a scored model that is then given other weights."""
+        for unit in self._units:
+            unit.reshard()
 
 
 class LocalGradSync:
