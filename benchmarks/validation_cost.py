@@ -63,7 +63,8 @@ def main() -> None:
     kinds = {}
     with tempfile.TemporaryDirectory() as folder:
         for kind in args.kinds:
-            documents = make_documents(args.tokens if kind == "tokens" else text_tokens)
+            # A continuation is scored in one window: longer documents would lose their context, or be left out.
+            documents = make_documents(args.tokens if kind == "tokens" else text_tokens, long=kind != "ctxcont")
             bench = Bench(args, kind, documents, Path(folder) / kind, tokenizer, vocab_size, mesh)
             kinds[kind] = bench.measure(model)
             print(json.dumps({kind: kinds[kind]}), flush=True)
@@ -97,9 +98,9 @@ def build_bench_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBa
     return model, arch["vocab_size"]
 
 
-def make_documents(num_tokens: int) -> list[np.ndarray]:
-    """Slices of the quickstart's held-out text as tokens, EOS (0) last: most have 600 to 1,500 tokens, every fiftieth
-    about 12,000."""
+def make_documents(num_tokens: int, *, long: bool) -> list[np.ndarray]:
+    """Slices of the quickstart's held-out text as tokens, EOS (0) last: of 600 to 1,500 tokens; with `long`, every
+    fiftieth of about 12,000."""
     (shard,) = (QUICKSTART / "heldout").glob("*.ds")
     text = np.fromfile(shard, "<u2")
     text = text[text != 0]
@@ -107,8 +108,8 @@ def make_documents(num_tokens: int) -> list[np.ndarray]:
     documents = []
     left = num_tokens
     while left > 0:
-        length = int(generator.integers(10_000, 14_000) if len(documents) % 50 == 49 else generator.integers(600, 1500))
-        length = max(2, min(length, left))
+        is_long = long and len(documents) % 50 == 49
+        length = max(2, min(left, int(generator.integers(*((10_000, 14_000) if is_long else (600, 1500))))))
         start = int(generator.integers(0, max(1, text.size - length)))
         documents.append(np.append(text[start : start + length - 1], 0))
         left -= documents[-1].size
