@@ -74,7 +74,12 @@ def test_ten_times_the_batches_need_no_more_memory(tmp_path, tiny_tokenizer, mon
             table = {"interval": 1, "sets": [{"name": "set", "path": folder}], "seq_lens": [SEQ_LEN]}
             val_config = ValConfig.model_validate(table | {"micro_batch_tokens": 8 * SEQ_LEN})
             validation = build_validation(
-                val_config, tokenizer=tokenizer, vocab_size=VOCAB, mesh=trainer.mesh, pin_memory=True
+                val_config,
+                tokenizer=tokenizer,
+                vocab_size=VOCAB,
+                mesh=trainer.mesh,
+                pin_memory=True,
+                cache_dir=tmp_path,
             )
             assert validation is not None
             peaks.append(peak_of(lambda validation=validation: validation.run(trainer.model)))
