@@ -4,6 +4,7 @@ import importlib.util
 import json
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,9 @@ import pytest
 from configs.cli import resolve
 from configs.eval_worker import EvalWorkerConfig
 from configs.sft import SFTConfig
+from configs.validation import SuiteConfig
+from trainer.tokenizer import load_tokenizer
+from trainer.validation import build_validation
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "validation"
@@ -105,3 +109,27 @@ def test_the_suite_is_a_layer_of_sft_and_the_config_of_eval_worker(
     assert (worker.val.sets, worker.val.seq_lens) == (config.val.sets, config.val.seq_lens)
     lengths = [config.val.seq_lens_of(entry) for entry in config.val.sets]
     assert lengths == [[128, 256], [128, 256], [256], [128, 256], [256]]
+
+
+def test_text_and_its_shards_have_the_same_bits_per_byte(
+    world: Path, tmp_path: Path, make_mesh: Callable[..., Any], stub_model: Callable[..., Any]
+) -> None:
+    """The windows are the same; the EOS of the shards' documents is no text, whatever window it falls into."""
+    sets = [
+        {"name": "text", "path": world / "outputs" / "validation" / "source.jsonl", "max_documents": 2},
+        {"name": "shards", "path": ROOT / "examples" / "quickstart" / "heldout", "max_documents": 2},
+    ]
+    validation = build_validation(
+        SuiteConfig.model_validate({"sets": sets, "seq_lens": [64, 128], "micro_batch_tokens": 512}),
+        tokenizer=load_tokenizer(str(ROOT / "examples" / "quickstart" / "tokenizer")),
+        vocab_size=4096,
+        mesh=make_mesh(),
+        pin_memory=False,
+        cache_dir=tmp_path,
+    )
+    assert validation is not None
+    metrics = validation.run(stub_model(vocab_size=4096))
+    assert metrics is not None
+    for length in (64, 128):
+        assert metrics[f"val/text/bpb@{length}"] == pytest.approx(metrics[f"val/shards/bpb@{length}"], rel=1e-6)
+        assert metrics[f"val/text/loss@{length}"] != pytest.approx(metrics[f"val/shards/loss@{length}"], rel=1e-6)
