@@ -15,6 +15,7 @@ from trainer.parallel.mesh import Mesh
 from trainer.validation.chat_task import ChatTask
 from trainer.validation.scoring import Validation
 from trainer.validation.set_task import SetTask
+from trainer.validation.sets.text_encoder import TextEncoder
 from trainer.validation.sets.text_set import Begin, TextSet
 from trainer.validation.sets.token_folder import TokenFolder
 from trainer.validation.task import Task
@@ -105,12 +106,13 @@ def _build_sets(
     counts = token_bytes(tokenizer, vocab_size)
     text_ids = torch.from_numpy(counts > 0).to(device)
     prefix_id = _prefix_id(tokenizer) if config.context == "prefix" else None
+    encoder = TextEncoder(tokenizer)
     tasks = []
     faults: list[Fault] = []
     for entry in config.sets:
         with _collecting(faults):
             located = _locate(entry, config.data_dir)
-            set_ = _build_set(located, tokenizer, counts, prefix_id, cache_dir=cache_dir, track=track)
+            set_ = _build_set(located, tokenizer, counts, prefix_id, encoder=encoder, cache_dir=cache_dir, track=track)
             for seq_len in config.seq_lens_of(entry):
                 tasks.append(
                     SetTask(
@@ -162,6 +164,7 @@ def _build_set(
     byte_counts: "np.ndarray",
     prefix_id: int | None,
     *,
+    encoder: TextEncoder,
     cache_dir: Path,
     track: Track,
 ) -> LikelihoodSet:
@@ -187,7 +190,7 @@ def _build_set(
             return TextSet(
                 config.name,
                 config.path,
-                tokenizer=tokenizer,
+                encoder=encoder,
                 byte_counts=byte_counts,
                 begin=Begin(prefix_id=prefix_id, bos_id=_own_bos_id(tokenizer)),
                 cache_dir=cache_dir,

@@ -96,8 +96,10 @@ class TextCache:
         """(tokens,) int32: all sequences, one after the other"""
         self.sequences = _map(folder / _SEQUENCES, SEQUENCE, self.record.num_sequences)
         """(sequences,) SEQUENCE"""
-        if _digest(self.sequences) != self.record.sequences_digest:
-            raise ValueError(f"its {_SEQUENCES} is not what was written")
+        written = (self.record.tokens_digest, self.record.sequences_digest)
+        for name, values, digest in zip((_TOKENS, _SEQUENCES), (self.ids, self.sequences), written, strict=True):
+            if blake2b(values.data.cast("B"), digest_size=16).hexdigest() != digest:
+                raise ValueError(f"its {name} is not what was written")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,11 +175,7 @@ def _map(path: Path, dtype: np.dtype[Any], count: int) -> np.ndarray:
     if size != count * dtype.itemsize:
         raise ValueError(f"its {path.name} has {size:,} bytes, not {count * dtype.itemsize:,}")
     # An empty file cannot be mapped.
-    return np.memmap(path, dtype, "r") if count else np.empty(0, dtype)
-
-
-def _digest(values: np.ndarray) -> str:
-    return blake2b(np.ascontiguousarray(values).data.cast("B"), digest_size=16).hexdigest()
+    return np.asarray(np.memmap(path, dtype, "r")) if count else np.empty(0, dtype)
 
 
 def _build(new: Path, folder: CacheFolder, work: Work, track: Track) -> None:

@@ -66,8 +66,8 @@ class _Batch:
     """Rows to be encoded together."""
 
     num_rows: int = 0
-    rows: list[int] = field(default_factory=list)
-    documents: list[TextDocument] = field(default_factory=list)
+    documents: list[tuple[int, TextDocument, int]] = field(default_factory=list)
+    """Row, what it says, and how many of the texts are its own."""
     texts: list[str] = field(default_factory=list)
     """Per document its context, where it has one, and that with each option."""
 
@@ -123,10 +123,11 @@ class RowEncoder:
         if not all(document.options):
             batch.left_out.append((row, EMPTY))
             return 0
-        context, rests = _cut(document)
-        texts = [context] * bool(context) + [context + rest for rest in rests]
-        batch.rows.append(row)
-        batch.documents.append(document)
+        texts = [document.context + option for option in document.options]
+        context = document.context.rstrip()
+        if context:
+            texts.insert(0, context)
+        batch.documents.append((row, document, len(texts)))
         batch.texts += texts
         return sum(map(len, texts))
 
@@ -136,16 +137,17 @@ class RowEncoder:
     def _finish(self, batch: _Batch, encoded: "Future[list[list[int]]]") -> Chunk:
         growing = _Growing(num_rows=batch.num_rows, left_out=batch.left_out)
         try:
-            ids = iter(encoded.result())
+            encodings = encoded.result()
         except DataError:
-            ids = None  # one by one, to see which row it is
-        texts = iter(batch.texts)
-        for row, document in zip(batch.rows, batch.documents, strict=True):
-            count = len(document.options) + bool(_cut(document)[0])
-            own_texts = [next(texts) for _ in range(count)]
+            encodings = None  # one document after the other, to see which it is
+        start = 0
+        for row, document, count in batch.documents:
+            own = slice(start, start + count)
+            start += count
+            texts = batch.texts[own]
             try:
-                own_ids = self._encoder.encode(own_texts) if ids is None else [next(ids) for _ in range(count)]
-                self._add_document(growing, row, document, own_texts, own_ids)
+                ids = self._encoder.encode(texts) if encodings is None else encodings[own]
+                self._add_document(growing, row, document, texts, ids)
             except DataError as error:
                 raise self._placed(row, error) from error
         return growing.finish()
@@ -158,26 +160,17 @@ class RowEncoder:
         """
         num_options = len(document.options)
         context_ids = ids[0] if len(ids) > num_options else []
-        ids, texts = ids[-num_options:], texts[-num_options:]
         num_context = len(context_ids)
-        if min(map(len, ids)) <= num_context:
+        if min(map(len, ids[-num_options:])) <= num_context:
             growing.left_out.append((row, NOTHING_SCORED))
             return
         changed = border = False
-        for number, (text, own) in enumerate(zip(texts, ids, strict=True)):
+        options = zip(document.options, texts[-num_options:], ids[-num_options:], strict=True)
+        for number, (option, text, own) in enumerate(options):
             leading_space, own_changed = self._encoder.compare(text, own)
             changed |= own_changed
             border |= own[:num_context] != context_ids
-            growing.add(
-                own,
-                (
-                    row,
-                    num_context,
-                    len(document.options[number].encode()),
-                    leading_space,
-                    number == document.right,
-                ),
-            )
+            growing.add(own, (row, num_context, len(option.encode()), leading_space, number == document.right))
         growing.noted += [(row, what) for what, holds in ((CHANGED, changed), (BORDER, border)) if holds]
 
 
@@ -188,13 +181,6 @@ def _next(batches: Iterator[_Batch]) -> tuple[_Batch | None, DataError | None]:
         return None, error
 
 
-def _cut(document: TextDocument) -> tuple[str, list[str]]:
-    """The context without white space at its end, and the options with it before them."""
-    context = document.context.rstrip()
-    space = document.context[len(context) :]
-    return context, [space + option for option in document.options]
-
-
 @dataclass(kw_only=True)
 class _Growing:
     """A chunk in the making."""
@@ -202,22 +188,20 @@ class _Growing:
     num_rows: int
     left_out: list[tuple[int, str]]
     noted: list[tuple[int, str]] = field(default_factory=list)
-    ids: list[np.ndarray] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
     sequences: list[tuple[int, ...]] = field(default_factory=list)
-    num_tokens: int = 0
 
     def add(self, ids: list[int], rest: tuple[int, ...]) -> None:
         """Args:
         rest: the fields of SEQUENCE but `end`.
         """
-        self.ids.append(np.array(ids, np.int32))
-        self.num_tokens += len(ids)
-        self.sequences.append((self.num_tokens, *rest))
+        self.ids += ids
+        self.sequences.append((len(self.ids), *rest))
 
     def finish(self) -> Chunk:
         return Chunk(
             num_rows=self.num_rows,
-            ids=np.concatenate([np.empty(0, np.int32), *self.ids]),
+            ids=np.array(self.ids, np.int32),
             sequences=np.array(self.sequences, SEQUENCE),
             left_out=sorted(self.left_out),
             noted=self.noted,

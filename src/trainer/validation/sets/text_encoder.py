@@ -3,6 +3,7 @@
 Nothing is added to the tokens of the text, and text that spells a control token stays text.
 """
 
+from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Protocol
 
@@ -39,18 +40,25 @@ class TextEncoder:
     """A tokenizer for held-out text. It has one of its own: nothing that others set in theirs matters."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """
+        # Copies and tables of a large vocabulary take a second, and there may be no text to encode.
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _table(self) -> list[bytes]:
+        return token_spellings(self._tokenizer)
+
+    @cached_property
+    def _library(self) -> _Library:
+        ids = byte_ids(self._tokenizer)
+        return _Fast(_plain_copy(self._tokenizer)) if ids is None else _Bytes(ids)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all about it that changes ids, or what is said of them.
+
         Raises:
             ConfigError: the bytes of its tokens cannot be counted, or it gives other tokens each time.
         """
-        self._table = token_spellings(tokenizer)
-        self._tokenizer = tokenizer
-        ids = byte_ids(tokenizer)
-        self._library: _Library = _Fast(_plain_copy(tokenizer)) if ids is None else _Bytes(ids)
-
-    @property
-    def digest(self) -> str:
-        """Of all about it that changes ids, or what is said of them."""
         state = blake2b(self._library.digest.encode(), digest_size=16)
         for spelling in self._table:
             state.update(len(spelling).to_bytes(4, "little") + spelling)

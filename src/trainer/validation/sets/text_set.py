@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,9 +29,6 @@ from trainer.validation.sets.rows import open_rows
 from trainer.validation.sets.text_encoder import TextEncoder
 from trainer.validation.windows import KEY, DocumentScores, Piece, Scores, Windows
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 @dataclass(frozen=True, kw_only=True)
 class Begin:
@@ -53,7 +49,7 @@ class TextSet:
         name: str,
         path: Path,
         *,
-        tokenizer: "PreTrainedTokenizerBase",
+        encoder: TextEncoder,
         byte_counts: np.ndarray,
         begin: Begin,
         cache_dir: Path,
@@ -63,6 +59,7 @@ class TextSet:
         """Args:
             name: name in the metrics.
             path: a file of rows, or a folder of them.
+            encoder: of the run's tokenizer.
             byte_counts: (vocab_size,) int64 of `token_bytes`, for every id that the model knows.
             cache_dir: folder of tokenised sets.
             track: told of the rows that are tokenised.
@@ -82,9 +79,7 @@ class TextSet:
             raise ConfigError.one(KEY, str(error)) from error
         except OSError as error:
             raise ConfigError.one(KEY, f"{path} cannot be read: {error.strerror or error}") from error
-        work = Work(
-            set_name=name, part=part, kind=self.kind, encoder=TextEncoder(tokenizer), max_documents=max_documents
-        )
+        work = Work(set_name=name, part=part, kind=self.kind, encoder=encoder, max_documents=max_documents)
         cache = open_or_build(work, cache_dir=cache_dir, track=track)
         self._record = cache.record
         self._ids, self._sequences = cache.ids, cache.sequences
@@ -105,14 +100,11 @@ class TextSet:
 
     @property
     def notes(self) -> list[str]:
-        texts = {reason: f"left out, because {reason}" for reason in self._record.left_out}
-        texts[CHANGED] = "changed by the tokenizer's normaliser; the bytes are those of the changed text"
-        texts[BORDER] = "with a token that ends the context and begins the continuation; it counts as context"
+        texts = {reason: f"documents left out, because {reason}" for reason in self._record.left_out}
+        texts[CHANGED] = "documents that the tokenizer changes, whose bytes are those of the changed text"
+        texts[BORDER] = "documents whose context ends within a token, which counts as context as a whole"
         rows = self._record.left_out | self._record.noted
-        return [
-            f"held-out set {self.name}: {rows[what].count:,} documents {texts[what]} ({rows[what].where})"
-            for what in rows
-        ]
+        return [f"held-out set {self.name}: {texts[what]}: {rows[what].count:,} ({rows[what].where})" for what in rows]
 
     @property
     def digest(self) -> str:
