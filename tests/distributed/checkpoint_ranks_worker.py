@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from configs.checkpoint import CheckpointConfig
+from configs.sft import SFTConfig
 from trainer.checkpoint import (
     Checkpointer,
     ModelRecord,
@@ -31,6 +32,9 @@ from trainer.checkpoint import (
 from trainer.checkpoint.safe_reader import DamagedError
 from trainer.errors import RunError
 from trainer.parallel.mesh import Mesh
+from trainer.snapshots import queue
+from trainer.snapshots.writer import SnapshotWriter
+from trainer.state import TrainState
 
 SHAPES = {"even": (4, 3), "uneven": (5, 3), "one_row": (1, 3), "vector": (3,)}
 
@@ -217,6 +221,68 @@ def check_weights(root: Path, mesh: Mesh, device_mesh: DeviceMesh) -> None:
     )
 
 
+class Weights:
+    """Stands for a run's state: tensors of the model and of the optimizer."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self._tensors
+
+    def model_tensors(self) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in self._tensors.items() if name.startswith("model.")}
+
+
+def check_snapshots(root: Path, mesh: Mesh, device_mesh: DeviceMesh) -> None:
+    """A checkpoint and a snapshot of one step, both in the background while the weights change; what fails on rank 1
+    alone is raised on both."""
+    run_dir = root / "snapshots"
+    tables = {"data": {"type": "fake", "batch_size": 2}, "max_steps": 4, "ckpt": {}, "eval_snapshots": {"interval": 2}}
+    config = SFTConfig.model_validate(tables)
+    record = ModelRecord(config={"model_type": "llama"}, tokenizer=None, compute_dtype="float32")
+    saver = Checkpointer(run_dir, config.ckpt, mesh, record)
+    tensors = sharded_tensors(device_mesh, 5.0)
+    state = cast(TrainState, Weights(tensors))
+    snapshots = SnapshotWriter(run_dir, config, state, saver, mesh, record, total_steps=4)
+    snapshots.begin(0)
+    snapshots.check_space()
+    saver.save(2, tensors, {})
+    snapshots.save(2, f"id of rank {mesh.rank}")
+    for tensor in tensors.values():
+        tensor += 50
+    for _ in range(20):
+        dist.all_reduce(torch.ones(1))
+    saver.wait()
+    path = queue.snapshot_path(run_dir, 2)
+    assert read_state(path) == {"model": record.to_json(), "wandb_id": "id of rank 0"}
+    again = Weights(sharded_tensors(device_mesh, -1.0))
+    saver.load(path, again.model_tensors())
+    assert_equal(again.tensors() | {"optimizer.step.even": torch.tensor(5.0)}, 5.0)
+    saver.load(run_dir / "checkpoints" / "step_2", again.tensors())
+    assert_equal(again.tensors(), 5.0)
+
+    sync = tensor_writer.sync
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    snapshots.save(3, None)
+    saver.wait()
+    if mesh.rank == 1:
+        tensor_writer.sync = full
+    snapshots.save(4, None)
+    assert_fails(saver.wait, f"snapshot step_4 could not be written to {path.parent}: No space left on device")
+    tensor_writer.sync = sync
+    assert queue.waiting(run_dir) == [2, 3] and not queue.is_over(run_dir)
+    dist.barrier()
+    snapshots.go_back(2)
+    assert queue.waiting(run_dir) == [2]
+    snapshots.make_up(4, None, scored=False)
+    saver.wait()
+    assert queue.waiting(run_dir) == [2, 4] and queue.final_step(run_dir) == 4
+
+
 def main(root: Path, rank: int) -> None:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=60)
@@ -231,7 +297,7 @@ def main(root: Path, rank: int) -> None:
         device_mesh=device_mesh,
         host_group=dist.new_group(backend="gloo", timeout=timeout),
     )
-    for check in (check_resharding, check_fsdp, check_failures, check_weights):
+    for check in (check_resharding, check_fsdp, check_failures, check_weights, check_snapshots):
         check(root, mesh, device_mesh)
         dist.barrier()
     dist.destroy_process_group()
