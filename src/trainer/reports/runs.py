@@ -56,7 +56,7 @@ class RunAxes:
         steps = metrics.column("time/step")
         # What is recorded of a run's time. Starts, and the time between two attempts, are not.
         seconds = steps.values.copy()
-        for name in ("time/val", "time/save_ckpt"):
+        for name in ("time/val", "time/save_ckpt", "time/save_snapshot"):
             extra = metrics.column(name)
             at = np.searchsorted(steps.steps, extra.steps)
             inside = at < len(steps.steps)
