@@ -1,14 +1,9 @@
 """wandb online, against a server of the tests: what is there at the start, and what may go away later."""
 
-import gzip
-import json
 import logging
 import socket
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,78 +17,9 @@ from configs.errors import ConfigError  # noqa: E402
 from configs.sft import SFTConfig  # noqa: E402
 from trainer.monitors import build_monitors, check_monitors  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("own_login")
+
 HINT = 'mode = "offline" needs no server'
-
-
-class Server(ThreadingHTTPServer):
-    """As much of a wandb server as a run needs. `rows` are the steps it got; `gone` cuts every connection."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.rows: list[int] = []
-        self.gone = False
-
-    def answer(self, path: str, body: bytes) -> dict[str, Any]:
-        if not path.endswith("/graphql"):
-            content = json.loads(body).get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
-            self.rows += [json.loads(line)["_step"] for line in content]
-            return {}
-        request = json.loads(body)
-        query, data = request["query"], {}
-        if "viewer" in query:
-            data["viewer"] = {"id": "u", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
-        if "upsertBucket" in query:
-            project = {"id": "p", "name": "tests", "entity": {"id": "e", "name": "me"}}
-            name = request["variables"].get("name") or "new"
-            bucket = {"id": "b", "name": name, "displayName": name, "config": "{}", "project": project}
-            data["upsertBucket"] = {"bucket": bucket, "inserted": True}
-        if "createRunFiles" in query:
-            data["createRunFiles"] = {"runID": "b", "uploadHeaders": [], "files": []}
-        return {"data": data}
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Server
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.server.gone:
-            self.close_connection = True
-            return
-        if self.headers.get("Content-Encoding") == "gzip":
-            body = gzip.decompress(body)
-        answer = json.dumps(self.server.answer(self.path, body)).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@pytest.fixture(autouse=True)
-def own_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """A key, and no settings or logins of whoever runs the tests."""
-    caplog.set_level(logging.INFO, "trainer")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("NETRC", raising=False)
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    yield
-    wandb.teardown()
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    with Server() as made:
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{made.server_port}")
-        threading.Thread(target=made.serve_forever, daemon=True).start()
-        yield made
-        made.shutdown()
 
 
 def config_of(resume: dict[str, Any] | None = None, mode: str = "online") -> SFTConfig:
@@ -108,12 +34,12 @@ def fault_of(config: SFTConfig) -> tuple[str, str]:
     return fault.key, fault.message
 
 
-def test_a_login_that_works_is_no_fault(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_login_that_works_is_no_fault(server: Any, capfd: pytest.CaptureFixture[str]) -> None:
     check_monitors(config_of(), print)
     assert capfd.readouterr().out == ""
 
 
-def test_no_login_is_a_fault_before_the_start(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_login_is_a_fault_before_the_start(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a resumed run; and nobody is asked for one, though there may be a terminal."""
     monkeypatch.delenv("WANDB_API_KEY")
     for config in (config_of(), config_of(resume={})):
@@ -156,7 +82,7 @@ def test_a_missing_package_is_a_fault_before_the_start(monkeypatch: pytest.Monke
 
 
 def test_a_server_that_goes_away_holds_up_nothing(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Steps are recorded as before, the end waits a bounded time, and one line says how to send the rest."""
     monkeypatch.setattr(run_module, "_FINISH_SECONDS", 1)
@@ -177,7 +103,7 @@ def test_a_server_that_goes_away_holds_up_nothing(
     assert warning == f"wandb did not get all of the run in 1 s; `wandb sync {folder}` sends it"
 
 
-def test_a_failed_run_does_not_wait_for_wandb(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_does_not_wait_for_wandb(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its peers wait in a collective until it has said that it failed."""
     monkeypatch.setattr(run_module, "_FINISH_SECONDS", 8)
     monkeypatch.setattr(run_module, "_FAILED_FINISH_SECONDS", 0.2)
@@ -189,7 +115,7 @@ def test_a_failed_run_does_not_wait_for_wandb(server: Server, tmp_path: Path, mo
     assert time.monotonic() - start < 3
 
 
-def test_a_whole_run_reaches_the_server(server: Server, tmp_path: Path) -> None:
+def test_a_whole_run_reaches_the_server(server: Any, tmp_path: Path) -> None:
     monitors = build_monitors(config_of(), tmp_path, start_step=0, total_steps=3, wandb_id=None)
     for step in (1, 2, 3):
         monitors.log(step, {"loss/mean": 1.0})
