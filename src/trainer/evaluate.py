@@ -42,7 +42,8 @@ def scoring_config(config: SFTConfig, suite: SuiteConfig | None) -> SFTConfig:
 
 
 class Evaluator:
-    """A model that is only scored: without optimizer, training data and gradients. All methods are collective."""
+    """A model that is only scored: without optimizer, training data and gradients. All of it but `notes` is collective:
+    every rank takes part."""
 
     def __init__(self, config: SFTConfig, run_dir: Path, mesh: Mesh, *, from_checkpoints: bool) -> None:
         """Build the model, without its weights, and what it is scored on.
@@ -83,7 +84,10 @@ class Evaluator:
         assert validation is not None, "there is a suite"
         self._validation = validation
         if from_checkpoints and self._adapters is not None:
-            load_frozen_weights(self.model, self._grad_sync, mesh, folder=inputs.model_folder)
+            if config.model.takes_weights_of_name:
+                load_frozen_weights(self.model, self._grad_sync, mesh, folder=inputs.model_folder)
+            else:  # model.debug.random_init
+                self.set_first_weights()
 
     @property
     def notes(self) -> list[str]:

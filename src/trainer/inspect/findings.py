@@ -27,7 +27,7 @@ class Findings:
     tokenizer: "PreTrainedTokenizerBase | None"
     source: RowSource
     plan: "Plan | None"
-    """None where the config does not bound the run."""
+    """None where the config does not bound the run, or trains nothing."""
 
     template: str | None
     """Of conversations: which template writes them, and how it shows what carries loss."""
@@ -92,7 +92,7 @@ def _load(config: InspectConfig, track: Track) -> tuple["PreTrainedTokenizerBase
 
 
 def _plan(config: InspectConfig, source: RowSource) -> "Plan | None":
-    if config.max_steps is None and config.data.max_epochs is None:
+    if config.only_scores or (config.max_steps is None and config.data.max_epochs is None):
         return None
     from trainer.preflight import plan_run
 

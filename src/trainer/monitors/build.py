@@ -117,9 +117,14 @@ def build_monitors(
             resume_id=wandb_id,
             last_step=last_step,
             must_start=_must_start(config),
-            shared=config.eval_snapshots is not None,
+            shared=config.eval_snapshots is not None and not config.only_scores,
         )
-    console = ConsoleMonitor(interval=config.log.interval, start_step=start_step, total_steps=total_steps)
+    console = ConsoleMonitor(
+        interval=config.log.interval,
+        start_step=start_step,
+        total_steps=total_steps,
+        description="steps" if total_steps is not None else "scored step",
+    )
     return Monitors(start_step=start_step, console=console, jsonl=jsonl, wandb=wandb)
 
 
