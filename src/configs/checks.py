@@ -11,10 +11,7 @@ from configs.errors import Fault
 from configs.launch import DeploymentConfig, RunConfig
 from configs.model import ModelConfig, is_hub_id
 from configs.optim import ConstantSchedulerConfig, SchedulerConfig
-from configs.validation import SuiteConfig, ValConfig
-
-_SET_SUFFIXES = ("", ".jsonl", ".jsonl.gz", ".json", ".parquet")
-"""What a set in val.data_dir may be called: its name as a folder, or with one of these."""
+from configs.validation import SET_ENDINGS, SuiteConfig, ValConfig
 
 
 def check_weights(model: ModelConfig, *, resuming: bool) -> list[Fault]:
@@ -165,7 +162,7 @@ def check_suite(suite: SuiteConfig | None) -> list[Fault]:
 
 
 def _check_named_set(data_dir: Path, name: str) -> list[Fault]:
-    missing = [_check_exists("val.sets", data_dir / f"{name}{suffix}") for suffix in _SET_SUFFIXES]
+    missing = [_check_exists("val.sets", data_dir / f"{name}{ending}") for ending in SET_ENDINGS]
     if not all(missing):
         return []
     message = f"{missing[0][0].message}, and there is no {name}.jsonl, .jsonl.gz, .json or .parquet beside it"

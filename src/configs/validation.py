@@ -9,6 +9,9 @@ from configs.base import BaseConfig, PlainName
 from configs.data import LONGEST_ROW, ChatConfig
 from configs.errors import Fault
 
+SET_ENDINGS = ("", ".jsonl", ".jsonl.gz", ".json", ".parquet")
+"""What follows the name of a set in `val.data_dir`: nothing where it is a folder."""
+
 
 class ValSetConfig(BaseConfig):
     """One held-out set."""

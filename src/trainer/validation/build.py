@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from configs.errors import ConfigError, Fault
-from configs.validation import SuiteConfig, ValChatConfig, ValSetConfig
+from configs.validation import SET_ENDINGS, SuiteConfig, ValChatConfig, ValSetConfig
 from trainer.data.chat.build import ChatTools, build_val_chats
 from trainer.data.row import Track, untracked
 from trainer.parallel.mesh import Mesh
@@ -25,9 +25,6 @@ from trainer.validation.windows import KEY, LikelihoodSet
 if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerBase
-
-_ENDINGS = ("", ".jsonl", ".jsonl.gz", ".json", ".parquet")
-"""Of what a name in data_dir may be called."""
 
 
 def build_validation(
@@ -149,11 +146,11 @@ def _locate(entry: str | ValSetConfig, data_dir: Path | None) -> ValSetConfig:
     if isinstance(entry, ValSetConfig):
         return entry
     assert data_dir is not None, "SuiteConfig refuses names without data_dir"
-    found = [path for path in (data_dir / f"{entry}{ending}" for ending in _ENDINGS) if path.exists()]
+    found = [path for path in (data_dir / f"{entry}{ending}" for ending in SET_ENDINGS) if path.exists()]
     if len(found) > 1:
         raise ConfigError.one(KEY, f"{entry!r} is unclear: there are {found[0]} and {found[1]}; give {{name, path}}")
     if not found:
-        names = ", ".join(f"{entry}{ending}" for ending in _ENDINGS)
+        names = ", ".join(f"{entry}{ending}" for ending in SET_ENDINGS)
         raise ConfigError.one(KEY, f"{data_dir} holds no set {entry!r}: nothing there is called {names}")
     return ValSetConfig(name=entry, path=found[0])
 
