@@ -40,7 +40,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "typos.toml").write_text(typos[1])
     (tmp_path / "broken.toml").write_text("\n\nmax_steps = \n")
     (tmp_path / "resume.toml").write_text("[resume]\n")
-    (tmp_path / "outputs" / "quickstart").mkdir(parents=True)
+    for name in ("quickstart", "a", "validation"):
+        (tmp_path / "outputs" / name).mkdir(parents=True)
+    for name in ("names", "order", "next_line", "source"):
+        (tmp_path / "outputs" / "validation" / f"{name}.jsonl").touch()
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
 
