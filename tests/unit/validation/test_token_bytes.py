@@ -3,11 +3,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from configs.errors import ConfigError
 from trainer.tokenizer import load_tokenizer
-from trainer.validation.token_bytes import adds_leading_space, token_bytes
+from trainer.validation.token_bytes import adds_leading_space, token_bytes, token_spellings
 
 BORZOIS = "i love borzois! 🐕"
 
@@ -95,6 +95,28 @@ def test_counts_that_do_not_add_up_are_refused() -> None:
     raw.normalizer = normalizers.Replace("love", "")
     with pytest.raises(ConfigError, match=r"its tokens count \d+ bytes on a sample text of \d+"):
         token_bytes(PreTrainedTokenizerFast(tokenizer_object=raw), 256)
+
+
+def test_byt5_has_a_token_for_each_byte() -> None:
+    counts = token_bytes(ByT5Tokenizer(), 384)
+    assert counts.tolist() == [0] * 3 + [1] * 256 + [0] * 125
+    tokenizer = ByT5Tokenizer()
+    tokenizer.add_tokens(["<thought>"])
+    with pytest.raises(ConfigError, match="tokens beside those of single bytes, '<thought>' for one"):
+        token_bytes(tokenizer, 385)
+
+
+def test_the_models_unknown_token_spells_nothing() -> None:
+    """Field case R103: whether it is declared a special token or not."""
+    raw = sentencepiece().backend_tokenizer
+    vocabulary = raw.get_vocab() | {"<unk>": raw.get_vocab_size()}
+    raw.model = models.BPE(vocabulary, [], unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
+    spellings = token_spellings(tokenizer)
+    assert spellings[vocabulary["<unk>"]] == b""
+    assert spellings[0xE9] == b"\xe9"
+    assert spellings[vocabulary["é"]] == "é".encode()
+    assert spellings[vocabulary["▁"]] == b" "
 
 
 def test_a_token_that_swallows_spaces_is_refused() -> None:

@@ -146,7 +146,7 @@ def make_set(tmp_path: Path) -> Callable[..., TextSet]:
             "set",
             path,
             encoder=TextEncoder(tokenizer),
-            byte_counts=token_bytes(tokenizer, vocab_size),
+            byte_counts=token_bytes(tokenizer, 512)[:vocab_size],
             begin=Begin(prefix_id=prefix_id, bos_id=bos_id),
             cache_dir=tmp_path / "cache",
             **{"track": untracked, **options},

@@ -99,9 +99,10 @@ def test_a_missing_column_is_named_with_its_line(make_set: Callable[..., TextSet
         make_set([{"text": "a"}, {"context": "a", "continuation": "b"}])
 
 
-def test_the_first_fault_is_told(make_set: Callable[..., TextSet]) -> None:
+def test_the_first_fault_is_told(make_set: Callable[..., TextSet], monkeypatch: pytest.MonkeyPatch) -> None:
     """Though rows are read while those before them are tokenised."""
-    rows = [{"text": "a" * 2**20}, {"text": "<unk>"}, {"text": 3}]
+    monkeypatch.setattr("trainer.validation.sets.encode._BATCH_CHARS", 1)
+    rows = [{"text": "a"}, {"text": "<unk>"}, {"text": 3}]
     with pytest.raises(ConfigError, match="line 2: holds text that the tokenizer turns into '<unk>'"):
         make_set(rows, family="Unigram")
 

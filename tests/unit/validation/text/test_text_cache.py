@@ -1,0 +1,139 @@
+"""The cache of tokenised sets: found by whom it serves, made anew when damaged."""
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainer.errors import RunError
+from trainer.validation.sets.text_set import TextSet
+
+ROWS = [{"text": "the cat"}, {"text": "a dog"}]
+
+
+class Counter:
+    """A Track that counts the times that something was tokenised."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        self.times += not done
+
+
+@pytest.fixture
+def counter() -> Counter:
+    return Counter()
+
+
+@pytest.fixture
+def rows_file(tmp_path: Path) -> Path:
+    path = tmp_path / "set.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    return path
+
+
+def content(set_: TextSet) -> list[tuple[list[int], list[int], int]]:
+    windows = set_.windows(4)
+    read = (set_.read(windows, number) for number in range(len(windows.sequences)))
+    return [(piece.input_ids.tolist(), piece.labels.tolist(), piece.num_bytes) for piece in read]
+
+
+def test_a_set_is_tokenised_once(make_set: Callable[..., TextSet], rows_file: Path, counter: Counter) -> None:
+    first, second = (make_set(rows_file, track=counter) for _ in range(2))
+    assert counter.times == 1
+    assert content(first) == content(second)
+    assert first.digest == second.digest
+    # Lengths and context are none of its concerns.
+    assert make_set(rows_file, track=counter, prefix_id=7).digest != first.digest
+    assert counter.times == 1
+
+
+@pytest.mark.parametrize("change", [{"family": "byte-level BPE, NFC"}, {"max_documents": 1}])
+def test_whoever_would_have_other_tokens_has_a_cache_of_its_own(
+    make_set: Callable[..., TextSet], rows_file: Path, counter: Counter, change: dict[str, Any]
+) -> None:
+    make_set(rows_file, track=counter)
+    make_set(rows_file, track=counter, **change)
+    assert counter.times == 2
+
+
+def test_another_file_of_the_same_size_is_another_set(
+    make_set: Callable[..., TextSet], rows_file: Path, counter: Counter
+) -> None:
+    before = make_set(rows_file, track=counter)
+    status = rows_file.stat()
+    rows_file.write_text(rows_file.read_text().replace("cat", "cow"))
+    os.utime(rows_file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    after = make_set(rows_file, track=counter)
+    assert counter.times == 2
+    assert before.digest != after.digest
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def shorten(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "sequences.bin", "cache.json"])
+@pytest.mark.parametrize("damage", [flip, shorten, Path.unlink])
+def test_a_damaged_cache_is_made_anew(
+    make_set: Callable[..., TextSet],
+    rows_file: Path,
+    tmp_path: Path,
+    counter: Counter,
+    name: str,
+    damage: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expected = content(make_set(rows_file, track=counter))
+    (folder,) = (path for path in (tmp_path / "cache").iterdir() if not path.name.startswith("."))
+    if (name, damage) == ("cache.json", flip):
+        (folder / name).write_text((folder / name).read_text().replace('"num_tokens": ', '"num_tokens": 1'))
+    else:
+        damage(folder / name)
+    with caplog.at_level(logging.WARNING):
+        assert content(make_set(rows_file, track=counter)) == expected
+    assert counter.times == 2
+    assert "is damaged and is made anew" in caplog.text
+    make_set(rows_file, track=counter)
+    assert counter.times == 2
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [folder.name]
+
+
+def test_a_full_disk_is_no_fault_of_the_config(
+    make_set: Callable[..., TextSet], rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("trainer.validation.sets.cache._Tally.write", fail)
+    with pytest.raises(RunError, match=r"No space left on device.*give another folder as val\.cache_dir"):
+        make_set(rows_file)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_million_documents_are_cut_without_a_loop(
+    make_set: Callable[..., TextSet], rows_file: Path, tmp_path: Path
+) -> None:
+    """Arrays of a set of a million documents in place of those of two; a loop over them would take many seconds."""
+    set_ = make_set(rows_file)
+    count = 1_000_000
+    sequences = np.zeros(count, set_._sequences.dtype)
+    sequences["end"] = np.arange(1, count + 1) * 3
+    sequences["document"] = np.arange(count)
+    set_._sequences = sequences
+    set_._ids = np.zeros(3 * count, np.int32)
+    windows = set_.windows(2)
+    assert len(windows.sequences) == count
+    assert set_.read(windows, count - 1).labels.tolist() == [0]
