@@ -87,21 +87,15 @@ def test_the_oldest_go_when_too_many_wait(bench: Any, caplog: pytest.LogCaptureF
 
 def test_a_claimed_one_is_not_deleted_for_the_next(bench: Any) -> None:
     trainer = bench.trainer(eval_snapshots={"interval": 2, "max_waiting": 1})
-    begin = trainer._begin
+    save = trainer.snapshots.save
 
-    def claim_2_at_4(step: int) -> None:
-        begin(step)
-        save = trainer.snapshots.save
+    def claim_and_save(step: int, wandb_id: str | None) -> dict[str, float]:
+        trainer.checkpointer.wait()
+        if step == 4:
+            queue.claim(bench.run_dir, 2)
+        return save(step, wandb_id)
 
-        def save_and_claim(at: int, wandb_id: str | None) -> Any:
-            trainer.checkpointer.wait()
-            if at == 4:
-                queue.claim(bench.run_dir, 2)
-            return save(at, wandb_id)
-
-        trainer.snapshots.save = save_and_claim
-
-    trainer._begin = claim_2_at_4
+    trainer.snapshots.save = claim_and_save
     bench.run(trainer)
     assert bench.names() == ["final.json", "step_2.scoring", "step_6"]
 
@@ -264,14 +258,14 @@ def test_a_full_disk_ends_the_run_as_it_does_for_a_checkpoint(
 ) -> None:
     """Field case R67: what was written before is as it was, nothing half-written is left, and the step is recorded."""
     trainer = bench.trainer(ckpt=ckpt)
-    make_room = trainer.snapshots._make_room
+    write = trainer.snapshots._write
 
-    def full_at_4(num_bytes: int) -> None:
-        free = 1000 if trainer.state.progress.step >= 4 else 2**40
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**40, 0, free))
-        make_room(num_bytes)
+    def full_at_4(step: int, *rest: Any) -> None:
+        if step == 4:
+            monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**40, 2**40, 1000))
+        write(step, *rest)
 
-    monkeypatch.setattr(trainer.snapshots, "_make_room", full_at_4)
+    monkeypatch.setattr(trainer.snapshots, "_write", full_at_4)
     with pytest.raises(RunError, match=r"^snapshot step_4 could not be written to .*not enough disk space for a snap"):
         bench.run(trainer)
     assert bench.names() == ["step_2"]
