@@ -1,6 +1,5 @@
 """What a config points to, loaded: tokenizer, architecture, data."""
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from trainer.data.build import build_source
 from trainer.data.chat.build import chat_tools
 from trainer.data.row import RowSource, Track, untracked
 from trainer.model_source import find_source, load_run_tokenizer, stored_config, with_room
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
