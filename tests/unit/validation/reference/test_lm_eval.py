@@ -1,6 +1,7 @@
 """`val.context = "prefix"` against lm-evaluation-harness itself (HFLM, its tasks, its metrics), on a model of ours in
 Hugging Face's format and on SmolLM2-135M-Instruct."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +41,7 @@ def questions(count: int, words: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def lm_eval_results(
-    folder: Path, rows: dict[str, list[dict[str, Any]]], *, seq_len: int
+    folder: Path, rows: dict[str, list[dict[str, Any]]], *, seq_len: int, **options: Any
 ) -> dict[str, dict[str, float]]:
     """Metrics of lm-eval by set. A set with `text` is scored by rolling windows, one with `choices` as such."""
     pytest.importorskip("lm_eval", reason="the group peers (lm_eval) is not installed")
@@ -52,7 +53,7 @@ def lm_eval_results(
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    peer = HFLM(pretrained=model, tokenizer=tokenizer, max_length=seq_len, batch_size=16)
+    peer = HFLM(pretrained=model, tokenizer=tokenizer, max_length=seq_len, batch_size=16, **options)
     rolling = {
         "output_type": "loglikelihood_rolling",
         "doc_to_text": "",
@@ -161,6 +162,30 @@ def test_an_exported_model_scores_in_lm_eval_as_here(seq_len: int, exported: Pat
     theirs = lm_eval_results(exported, rows, seq_len=seq_len)
     assert_agreement(ours, theirs, seq_len)
     assert 0 < ours[f"val/ascii/acc@{seq_len}"] < 1
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["plain", "bos"])
+def test_llama_2s_kind_of_tokenizer(begins: bool, sentencepiece_tokenizer: Any, tmp_path: Path, score: Scoring) -> None:
+    """A space before every text is no byte of it; a tokenizer that begins texts with BOS does so before contexts, and
+    BOS leaves first where a context is cut."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = copy.deepcopy(sentencepiece_tokenizer)
+    if begins:
+        backend = tokenizer.backend_tokenizer
+        backend.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    config.update({"vocab_size": 384, "max_position_embeddings": 64, "initializer_range": 0.2})
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = {"texts": documents(12, 20), "ascii": questions(20, ENGLISH), "mixed": questions(12, ENGLISH + OTHER)}
+    ours = score(tmp_path / "model", rows, 32)
+    # In its rolling windows lm-eval puts the prefix before the tokenizer's own BOS, and scores that.
+    theirs = lm_eval_results(tmp_path / "model", {"texts": rows["texts"]}, seq_len=32, add_bos_token=False)
+    del rows["texts"]
+    assert_agreement(ours, theirs | lm_eval_results(tmp_path / "model", rows, seq_len=32), 32)
 
 
 CAPITALS = ("Paris", "Rome", "Tokyo", "Madrid", "Berlin")
