@@ -2,15 +2,12 @@
 
 import logging
 import math
-import os
 import time
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from configs.checkpoint import CheckpointConfig
 from configs.sft import SFTConfig
@@ -23,7 +20,7 @@ from trainer.data.row import untracked
 from trainer.errors import RunError
 from trainer.hooks import Hook, HookContext
 from trainer.micro_batch import run_micro_batches
-from trainer.model_setup import build_parallel_model, load_frozen_weights, set_first_weights
+from trainer.model_setup import build_parallel_model, load_frozen_weights, make_deterministic, set_first_weights
 from trainer.monitors import build_monitors
 from trainer.monitors.jsonl import json_value
 from trainer.nan_guard import NanGuard
@@ -65,9 +62,7 @@ class Trainer:
     def __init__(self, config: SFTConfig, run: Run) -> None:
         self.config, self.run_info = config, run
         if config.deterministic:
-            # cuBLAS reads it when its first handle is made; without it the flag below would refuse every product.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
+            make_deterministic()
         self.mesh = mesh = build_mesh(config.deployment.timeout_seconds)
         inputs = prepare(config)
         self.model_folder = inputs.model_folder
@@ -111,7 +106,7 @@ class Trainer:
         self.resumed_metrics: Metrics = {}
         wandb_id = self._first_weights()
         step = self.state.progress.step
-        self.snapshots.begin(step)
+        self.snapshots.begin(step)  # before metrics.jsonl is cut back, as in `_go_back`
         self.monitors = None
         if mesh.rank == 0:
             self.monitors = build_monitors(
