@@ -89,6 +89,8 @@ class TextSet:
                 f"vocabulary has {len(byte_counts)}"
             )
             raise ConfigError.one(KEY, message)
+        if not self.num_sequences:
+            raise ConfigError.one(KEY, f"{path} has nothing to score; {'; '.join(self.notes)}")
 
     @property
     def num_documents(self) -> int:

@@ -107,6 +107,11 @@ def test_rows_with_nothing_to_score_are_counted(make_set: Callable[..., TextSet]
     assert second.endswith("rows.jsonl, line 4)")
 
 
+def test_a_set_with_nothing_to_score_says_why(make_set: Callable[..., TextSet]) -> None:
+    with pytest.raises(ConfigError, match=r"rows\.jsonl has nothing to score; .* because a text is empty: 2 \(first"):
+        make_set([{"text": ""}, {"text": ""}])
+
+
 def test_documents_keep_the_numbers_of_their_rows(make_set: Callable[..., TextSet]) -> None:
     set_ = make_set([{"text": "abc"}, {"text": ""}, {"text": "d"}, {"text": "efg"}])
     assert set_.windows(8).left_out == {"too short to score": 1}
