@@ -61,8 +61,7 @@ def choices() -> list[dict[str, Any]]:
         options = [f" {some_text(generator, 2)}x{number}" for number in range(generator.integers(2, 6))]
         row = {"context": some_text(generator, 9), "choices": options}
         rows.append(row | {"answer": int(generator.integers(len(options)))})
-    # Of two equal options the first one is the model's.
-    return [*rows, {"context": "a", "choices": [" dog", " dog"], "answer": 1}]
+    return rows
 
 
 SETS = {
@@ -228,6 +227,32 @@ def test_token_shards_equal_the_reference(
         found = plain.text_metrics([reference.token_document(document.tolist()) for document in documents])
         expected |= {f"val/held/{name}@{seq_len}": value for name, value in found.items()}
     assert_metrics(metrics, expected, rel=1e-5)
+
+
+def test_acc_of_continuations_is_about_all_of_their_tokens(
+    plain: Any,
+    tiny_tokenizer: Path,
+    tiny_llama: Callable[..., CausalLM],
+    transformers_logits: Callable[..., np.ndarray],
+    make_validation: Callable[..., Validation],
+) -> None:
+    """Continuations that are the model's own first choices, and the same with a letter more that is not."""
+    tokenizer, generator, rows = load_tokenizer(str(tiny_tokenizer)), np.random.default_rng(5), []
+    for _ in range(60):
+        context = "".join(generator.choice([*"abcdefgh .,"], generator.integers(2, 20))) + "k"
+        ids = tokenizer.encode(context)
+        chosen = str(tokenizer.decode([int(transformers_logits(ids)[-1].argmax())]))
+        if chosen.isascii() and len(tokenizer.encode(context + chosen)) == len(ids) + 1:
+            rows += [{"context": context, "continuation": text} for text in (chosen, f"{chosen}Q", f"Q{chosen}")]
+    reference = plain.Reference(transformers_logits, tokenizer, context="none", seq_len=32)
+    scored = [reference.continuation(**row) for row in rows]
+    hits = {(document.hits, document.tokens) for document in scored}
+    assert {(1, 1), (1, 2), (0, 2)} <= hits
+    expected = plain.continuation_metrics(scored)
+    assert 0.2 < expected["acc"] < 0.6
+    metrics = make_validation(tokenizer, {"greedy": rows}, seq_lens=[32]).run(tiny_llama(torch.float32))
+    assert metrics is not None
+    assert_metrics(metrics, {f"val/greedy/{name}@32": value for name, value in expected.items()}, rel=1e-5)
 
 
 def test_mixed_lengths_score_alike_one_by_one_and_eight_at_a_time(
