@@ -42,7 +42,7 @@ ARCH = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
 }
-NUM_ROWS = 64
+NUM_ROWS = 32
 
 
 def some_text(generator: np.random.Generator, most: int) -> str:

@@ -49,6 +49,7 @@ def lm_eval_results(
     from lm_eval import simple_evaluate
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -73,7 +74,9 @@ def lm_eval_results(
         config = {"task": name, "test_split": "test", "num_fewshot": 0}
         config |= {"custom_dataset": lambda table=table, **_: {"test": Dataset.from_list(table)}}
         tasks.append(ConfigurableTask(config=config | (rolling if "text" in table[0] else choosing)))
-    found = simple_evaluate(model=peer, tasks=tasks, bootstrap_iters=0, log_samples=False, verbosity="ERROR")
+    # Its own tasks would be read, 14,000 files.
+    manager = TaskManager(include_defaults=False)
+    found = simple_evaluate(model=peer, tasks=tasks, task_manager=manager, bootstrap_iters=0, log_samples=False)
     assert found is not None
     return {
         name: {metric.removesuffix(",none"): value for metric, value in metrics.items()}
