@@ -9,6 +9,7 @@ from configs.model import is_hub_id
 from trainer.text import first_line
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -45,6 +46,27 @@ def byte_letters() -> dict[str, int]:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+def plain_copy(backend: "Tokenizer") -> "Tokenizer":
+    """One that only tokenises: nothing is cut, padded or added, and no offset is trimmed.
+
+    Raises:
+        ConfigError: it cannot be copied, or gives other tokens each time.
+    """
+    from tokenizers import Tokenizer
+
+    key = "tokenizer.name"
+    try:
+        copy = Tokenizer.from_str(backend.to_str())
+    except Exception as error:  # a part written in Python
+        raise ConfigError.one(key, f"the tokenizer cannot be copied: {first_line(error)}") from error
+    if getattr(copy.model, "dropout", None):
+        raise ConfigError.one(key, "the tokenizer has BPE dropout: it gives other tokens each time")
+    copy.post_processor = None  # pyright: ignore[reportAttributeAccessIssue]
+    copy.no_truncation()
+    copy.no_padding()
+    return copy
 
 
 def load_tokenizer(name: str, key: str = "tokenizer.name") -> "PreTrainedTokenizerBase":

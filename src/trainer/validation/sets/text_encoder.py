@@ -5,20 +5,17 @@ Nothing is added to the tokens of the text, and text that spells a control token
 
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from configs.errors import ConfigError
 from trainer.data.errors import DataError
 from trainer.text import first_line
+from trainer.tokenizer import plain_copy
 from trainer.validation.token_bytes import SPACE_MARK, byte_ids, is_panic, token_spellings
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
-
-_KEY = "tokenizer.name"
 
 
 class _Library(Protocol):
@@ -50,7 +47,7 @@ class TextEncoder:
     @cached_property
     def _library(self) -> _Library:
         ids = byte_ids(self._tokenizer)
-        return _Fast(_plain_copy(self._tokenizer)) if ids is None else _Bytes(ids)
+        return _Fast(self._tokenizer) if ids is None else _Bytes(ids)
 
     @cached_property
     def digest(self) -> str:
@@ -109,9 +106,11 @@ class TextEncoder:
 class _Fast:
     """A tokenizer of the tokenizers library."""
 
-    def __init__(self, backend: "Tokenizer") -> None:
-        self._backend = backend
-        self._marks_spaces = SPACE_MARK in backend.get_vocab()
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        backend: Any = tokenizer.backend_tokenizer
+        self._backend = plain_copy(backend)
+        self._backend.encode_special_tokens = True
+        self._marks_spaces = SPACE_MARK in self._backend.get_vocab()
         # Some put the space of their own before the text while they normalise it, others later.
         self._prepends = self._normalise("a") == " a"
 
@@ -149,21 +148,3 @@ class _Bytes:
 
     def normal(self, text: str) -> str:
         return text
-
-
-def _plain_copy(tokenizer: "PreTrainedTokenizerBase") -> "Tokenizer":
-    from tokenizers import Tokenizer
-
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    assert backend is not None, "token_spellings refuses it"
-    try:
-        copy = Tokenizer.from_str(backend.to_str())
-    except Exception as error:  # a part written in Python
-        raise ConfigError.one(_KEY, f"the tokenizer cannot be copied: {first_line(error)}") from error
-    if getattr(copy.model, "dropout", None):
-        raise ConfigError.one(_KEY, "the tokenizer has BPE dropout: it gives other tokens each time")
-    copy.post_processor = None  # pyright: ignore[reportAttributeAccessIssue]
-    copy.no_truncation()
-    copy.no_padding()
-    copy.encode_special_tokens = True
-    return copy

@@ -21,7 +21,7 @@ from trainer.data.chat.encode.loss_places import loss_by_bytes, loss_by_offsets
 from trainer.data.chat.sample import Rendered, Sample
 from trainer.data.errors import DataError
 from trainer.text import first_line
-from trainer.tokenizer import special_ids
+from trainer.tokenizer import plain_copy, special_ids
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -96,7 +96,7 @@ class Encoder:
 
 
 def _plain_backend(tokenizer: "PreTrainedTokenizerBase") -> "Tokenizer":
-    """A copy of the tokenizer's own that only tokenises: nothing is cut, padded or added, and no offset is trimmed."""
+    """A plain copy of the tokenizer's own."""
     from tokenizers import Tokenizer
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -109,16 +109,7 @@ def _plain_backend(tokenizer: "PreTrainedTokenizerBase") -> "Tokenizer":
     if getattr(tokenizer, "split_special_tokens", False):
         message = "the tokenizer has split_special_tokens set: its template's control tokens would be plain text"
         raise ConfigError.one(_KEY, message)
-    try:
-        copy = Tokenizer.from_str(backend.to_str())
-    except Exception as error:  # a part written in Python
-        raise ConfigError.one(_KEY, f"the tokenizer cannot be copied: {first_line(error)}") from error
-    if getattr(copy.model, "dropout", None):
-        raise ConfigError.one(_KEY, "the tokenizer has BPE dropout: it gives other tokens each time")
-    copy.post_processor = None  # pyright: ignore[reportAttributeAccessIssue]
-    copy.no_truncation()
-    copy.no_padding()
-    return copy
+    return plain_copy(backend)
 
 
 def _describe(error: Exception, texts: list[str]) -> str:
