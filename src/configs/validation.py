@@ -71,8 +71,8 @@ class SuiteConfig(BaseConfig):
     """Tokens per forward pass and rank. No result depends on it."""
 
     context: Literal["none", "prefix"] = "none"
-    """`none`: a window's first token is not scored. `prefix`: every token is scored, the first of a document after one
-    BOS or EOS token, as lm-evaluation-harness does."""
+    """`none`: nothing is put before a text, and a window's first token is not scored. `prefix`: every token is scored,
+    the first of a document after one BOS or EOS token, as lm-evaluation-harness does."""
 
     save_arrays: bool = False
     """Write a parquet file per set and step with one record for each document; see docs/validation.md."""

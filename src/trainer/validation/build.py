@@ -16,7 +16,7 @@ from trainer.validation.chat_task import ChatTask
 from trainer.validation.scoring import Validation
 from trainer.validation.set_task import SetTask
 from trainer.validation.sets.text_encoder import TextEncoder
-from trainer.validation.sets.text_set import Begin, TextSet
+from trainer.validation.sets.text_set import Prefix, TextSet
 from trainer.validation.sets.token_folder import TokenFolder
 from trainer.validation.task import Task
 from trainer.validation.token_bytes import adds_leading_space, token_bytes
@@ -189,7 +189,7 @@ def _build_set(
                 config.path,
                 encoder=encoder,
                 byte_counts=byte_counts,
-                begin=Begin(prefix_id=prefix_id, bos_id=_own_bos_id(tokenizer)),
+                prefix=None if prefix_id is None else Prefix(id=prefix_id, always=_begins_texts(tokenizer, prefix_id)),
                 cache_dir=cache_dir,
                 track=track,
                 max_documents=config.max_documents,
@@ -201,10 +201,9 @@ def _storage(path: Path) -> Literal["tokens", "rows"]:
     return "tokens" if path.suffix == ".ds" or any(path.glob("*.ds")) else "rows"
 
 
-def _own_bos_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """The BOS token, if the tokenizer begins every text with it."""
-    bos_id = _special_id(tokenizer, "bos_token_id")
-    return bos_id if bos_id is not None and tokenizer.encode("a")[:1] == [bos_id] else None
+def _begins_texts(tokenizer: "PreTrainedTokenizerBase", prefix_id: int) -> bool:
+    """Whether the tokenizer begins every text with this token."""
+    return tokenizer.encode("a")[:1] == [prefix_id]
 
 
 def _special_id(tokenizer: "PreTrainedTokenizerBase", name: str) -> int | None:

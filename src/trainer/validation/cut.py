@@ -101,8 +101,8 @@ def cut_continuations(
         first_scored: (sequences,) int64: first token after the context; starts where there is no context.
         seq_len: at least 2.
         prefix: `never`: the first token of a sequence is not scored. `where_needed`: a sequence without context begins
-            with the prefix token, so that all of it is scored. `always`: every sequence does (the tokenizer begins
-            texts with BOS), unless the window has no room for it.
+            with the prefix token, so that all of it is scored. `always`: every sequence does, unless the window has no
+            room for it.
         documents: (sequences,) int64, ascending: document of each. None: each is one.
     """
     begun = np.full(len(starts), prefix == "always")

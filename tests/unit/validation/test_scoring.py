@@ -1,15 +1,19 @@
 """Totals and metrics of held-out sets, on a stub model."""
 
 import gzip
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from configs.errors import ConfigError
 from configs.validation import ValConfig
@@ -360,3 +364,54 @@ def test_the_model_keeps_its_mode_and_gets_no_gradient(
     assert model.training
     assert model.embedding.grad is None
     assert torch.equal(model.embedding, before)
+
+
+@pytest.mark.parametrize(
+    ("context", "begins", "expected"),
+    [
+        ("none", False, [[5], [7]]),
+        ("none", True, [[5], [7]]),
+        ("prefix", False, [[5], [1, 7]]),
+        ("prefix", True, [[1, 5], [1, 7]]),
+    ],
+)
+def test_what_a_model_reads_before_scored_tokens(
+    make_mesh: Callable[..., Any], tmp_path: Path, context: str, begins: bool, expected: list[list[int]]
+) -> None:
+    """A text with a context and one without: nothing stands before them with "none", though the tokenizer begins texts
+    with BOS; with "prefix" it stands where it is needed, or where the tokenizer would put it."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<eos>": 0, "<bos>": 1} | {letter: number for number, letter in enumerate(letters, 2)}
+    raw = Tokenizer(models.BPE(vocabulary, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(["<eos>", "<bos>"])
+    if begins:
+        raw.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<bos>", eos_token="<eos>")
+    rows = [{"context": "$", "continuation": "%"}, {"context": "", "continuation": "&'"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert tokenizer.encode("$", add_special_tokens=False) == [5]
+    read: list[list[int]] = []
+
+    class Reader(torch.nn.Module):
+        def forward(self, batch: Any, greedy: bool = False) -> LossOutput:
+            ids = batch.input_ids.flatten().tolist()
+            read.extend(ids[start:end] for start, end in pairwise(batch.segments.host_cu_seqlens.tolist()))
+            nats = torch.zeros(batch.labels.shape)
+            return LossOutput(loss=nats.sum(), nats=nats, greedy_hits=nats > 0)
+
+    validation = build_validation(
+        ValConfig.model_validate(
+            {"sets": [{"name": "set", "path": path}], "seq_lens": [2], "micro_batch_tokens": 8, "context": context}
+        ),
+        tokenizer=tokenizer,
+        vocab_size=VOCAB,
+        mesh=make_mesh(),
+        pin_memory=False,
+        cache_dir=tmp_path / "cache",
+    )
+    assert validation is not None
+    validation.run(Reader())  # type: ignore[arg-type]
+    assert sorted(ids for ids in read if any(ids)) == sorted(expected)

@@ -31,14 +31,14 @@ from trainer.validation.windows import KEY, DocumentScores, Piece, Scores, Windo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Begin:
-    """What the model reads before the first token of a text."""
+class Prefix:
+    """What `val.context = "prefix"` puts before sequences."""
 
-    prefix_id: int | None
-    """`val.context` is "prefix", and this the token."""
+    id: int
+    """BOS or EOS"""
 
-    bos_id: int | None
-    """The tokenizer begins texts with it."""
+    always: bool
+    """Before each of them: the tokenizer begins texts with it. Otherwise where the first token is scored."""
 
 
 class TextSet:
@@ -51,7 +51,7 @@ class TextSet:
         *,
         encoder: TextEncoder,
         byte_counts: np.ndarray,
-        begin: Begin,
+        prefix: Prefix | None,
         cache_dir: Path,
         track: Track,
         max_documents: int | None = None,
@@ -61,6 +61,7 @@ class TextSet:
             path: a file of rows, or a folder of them.
             encoder: of the run's tokenizer.
             byte_counts: (vocab_size,) int64 of `token_bytes`, for every id that the model knows.
+            prefix: None: nothing is put before a sequence, and the first token of a window is not scored.
             cache_dir: folder of tokenised sets.
             track: told of the rows that are tokenised.
             max_documents: so many of the first rows are scored; None: all.
@@ -71,7 +72,7 @@ class TextSet:
         """
         self.name = name
         self._byte_counts = byte_counts
-        self._begin = begin
+        self._prefix = prefix
         self.kind: Kind
         try:
             part, self.kind = open_rows(path)
@@ -111,7 +112,7 @@ class TextSet:
     @property
     def digest(self) -> str:
         record = self._record
-        parts = (self.kind, record.tokens_digest, record.sequences_digest, self._begin, len(self._byte_counts))
+        parts = (self.kind, record.tokens_digest, record.sequences_digest, self._prefix, len(self._byte_counts))
         return " ".join(map(str, parts))
 
     @property
@@ -120,20 +121,22 @@ class TextSet:
 
     def windows(self, seq_len: int) -> Windows:
         if self.kind == "ppl":
-            return cut_text(self._sequences["end"], seq_len, prefix=self._begin.prefix_id is not None)
-        prefix = "never" if self._begin.prefix_id is None else "where_needed"
+            return cut_text(self._sequences["end"], seq_len, prefix=self._prefix is not None)
+        prefix = "never"
+        if self._prefix is not None:
+            prefix = "always" if self._prefix.always else "where_needed"
         return cut_continuations(
             self._starts,
             self._sequences["end"],
             self._starts + self._sequences["num_context"],
             seq_len,
-            prefix=prefix if self._begin.bos_id is None else "always",
+            prefix=prefix,
             documents=self._sequences["document"],
         )
 
     def read(self, windows: Windows, number: int) -> Piece:
-        begin = self._begin.prefix_id if self._begin.prefix_id is not None else self._begin.bos_id
-        input_ids, labels = read_window(windows, number, self._read_ids, begin)
+        prefix_id = None if self._prefix is None else self._prefix.id
+        input_ids, labels = read_window(windows, number, self._read_ids, prefix_id)
         num_bytes = int(self._byte_counts[labels[labels != IGNORE_INDEX]].sum())
         sequence = windows.sequences[number]
         first_scored = windows.first_labels[number] + windows.num_unscored[number]

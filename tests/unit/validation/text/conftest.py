@@ -11,7 +11,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from trainer.data.row import untracked
 from trainer.validation.sets.text_encoder import TextEncoder
-from trainer.validation.sets.text_set import Begin, TextSet
+from trainer.validation.sets.text_set import Prefix, TextSet
 from trainer.validation.token_bytes import token_bytes
 
 BOS = "<|bos|>"
@@ -134,7 +134,7 @@ def make_set(tmp_path: Path) -> Callable[..., TextSet]:
         family: str = "byte-level BPE",
         tokenizer: PreTrainedTokenizerBase | None = None,
         prefix_id: int | None = None,
-        bos_id: int | None = None,
+        always: bool = False,
         vocab_size: int = 512,
         **options: Any,
     ) -> TextSet:
@@ -147,7 +147,7 @@ def make_set(tmp_path: Path) -> Callable[..., TextSet]:
             path,
             encoder=TextEncoder(tokenizer),
             byte_counts=token_bytes(tokenizer, 512)[:vocab_size],
-            begin=Begin(prefix_id=prefix_id, bos_id=bos_id),
+            prefix=None if prefix_id is None else Prefix(id=prefix_id, always=always),
             cache_dir=tmp_path / "cache",
             **{"track": untracked, **options},
         )

@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import ConfigError
 from models.batch import IGNORE_INDEX
 from trainer.validation.sets.text_set import TextSet
 from trainer.validation.windows import Scores
+
+A, SPACE = (sorted(pre_tokenizers.ByteLevel.alphabet()).index(letter) for letter in "aĠ")
+"""Ids of the byte-level tokenizer."""
 
 Scored = tuple[list[int], list[int]]
 """Ids before the first scored one, and the scored ones."""
@@ -57,7 +61,7 @@ def test_context_and_continuation_are_cut_as_lm_eval_does(
     """Merges cross the border here: its tokens, its scored tokens, and the rows of which nothing is left."""
     model = pytest.importorskip("lm_eval.api.model", reason="the group peers (lm_eval) is not installed")
     tokenizer = tokenizer_of(family)
-    bos_id = tokenizer.bos_token_id if "BOS" in family else None
+    prefix: dict[str, Any] = {"prefix_id": tokenizer.bos_token_id, "always": True} if "BOS" in family else {}
     harness: Any = SimpleNamespace(backend="causal", tok_encode=tokenizer.encode)
     generator = random.Random(0)
     rows = [(random_text(generator, 6), random_text(generator, 4)) for _ in range(400)]
@@ -70,9 +74,7 @@ def test_context_and_continuation_are_cut_as_lm_eval_does(
         if scored:
             expected.append((tokenizer.encode(context + continuation)[: -len(scored)], scored))
             assert len(expected[-1][0]) == len(cut)
-    set_ = make_set(
-        [{"context": c, "continuation": t} for c, t in rows if c.rstrip()], tokenizer=tokenizer, bos_id=bos_id
-    )
+    set_ = make_set([{"context": c, "continuation": t} for c, t in rows if c.rstrip()], tokenizer=tokenizer, **prefix)
     assert pieces(set_) == expected
     assert moved > 20
     assert any("no token stands for the continuation alone" in note for note in set_.notes)
@@ -167,13 +169,23 @@ def test_hits_of_continuations(make_set: Callable[..., TextSet]) -> None:
     assert set_.metrics(scores_of(set_, [1.0, 1.0], hits=[3, 1]))["acc"] == 0.5
 
 
-def test_the_tokenizers_own_bos_stands_before_every_context(
-    make_set: Callable[..., TextSet], tokenizer_of: Callable[[str], PreTrainedTokenizerBase]
+@pytest.mark.parametrize(
+    ("prefix_id", "always", "expected"),
+    [
+        (None, False, [([A], [A + 1]), ([A + 1], [A + 2]), ([SPACE], [A + 4])]),
+        (300, False, [([A], [A + 1]), ([300], [A + 1, A + 2]), ([300], [SPACE, A + 4])]),
+        (300, True, [([300, A], [A + 1]), ([300], [A + 1, A + 2]), ([300], [SPACE, A + 4])]),
+    ],
+    ids=["none", "where needed", "always"],
+)
+def test_what_stands_before_a_sequence(
+    make_set: Callable[..., TextSet], prefix_id: int | None, always: bool, expected: list[Scored]
 ) -> None:
-    tokenizer = tokenizer_of("byte-level BPE that adds BOS")
-    bos_id = tokenizer.bos_token_id
-    set_ = make_set([{"context": "a", "continuation": "b"}], tokenizer=tokenizer, bos_id=bos_id)
-    assert pieces(set_) == [([bos_id, 64], [65])]
+    """With a context, without one, and with one that is white space and so goes to the continuation."""
+    rows = [{"context": "a", "continuation": "b"}, {"context": "", "continuation": "bc"}]
+    rows.append({"context": " ", "continuation": "e"})
+    set_ = make_set(rows, prefix_id=prefix_id, always=always)
+    assert pieces(set_) == expected
 
 
 def test_max_documents_takes_the_first_rows(make_set: Callable[..., TextSet]) -> None:
