@@ -6,6 +6,8 @@ leftovers.
 """
 
 import errno
+import json
+import logging
 import os
 import re
 import shutil
@@ -13,21 +15,42 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from configs.errors import ConfigError
 from trainer.errors import RunError
 from trainer.files import sync
 from trainer.locks import is_at, try_lock
+from trainer.text import first_line
+
+log = logging.getLogger(__name__)
+
+Cache = TypeVar("Cache")
 
 _WAIT_SECONDS = 0.1
+
+_NAME_CHARS = 60
 
 _STRANGER_SECONDS = 24 * 3600.0
 """The hidden folder of another machine or cache is a leftover when nothing was written there for so long: a lock need
 not reach other machines (Lustre's localflock)."""
 
 _NO_FAULT_OF_THE_CONFIG = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def cache_name(source: str, content: dict[str, Any]) -> str:
+    """The name of a cache: its source's, and a digest of all that changes what it holds and nothing else.
+
+    Args:
+        source: file or folder that it is made of.
+        content: JSON-able.
+    """
+    digest = blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+    name = re.sub(r"[^A-Za-z0-9.-]+", "_", source)[-_NAME_CHARS:].strip("._") or "data"
+    return f"{name}-{digest}"
 
 
 class CacheFolder:
@@ -42,6 +65,49 @@ class CacheFolder:
         self._parent = cache_dir.absolute()
         self._host = "".join(letter if letter.isalnum() else "_" for letter in socket.gethostname())
         self.path = self._parent / name
+
+    def open_or_make(self, what: str, open_: Callable[[Path], Cache], make: Callable[[Path], None]) -> Cache:
+        """The cache as it is there, else it is made first.
+
+        Many processes may call it at the same time, on many machines that share the folder; one of them does the work.
+
+        Args:
+            what: is tokenised, for messages.
+            open_: opens the folder of the cache. Raises OSError or ValueError where it is not whole.
+            make: writes the files into a new folder.
+
+        Raises:
+            ConfigError, RunError: the folder of caches cannot be written; and what `make` raises.
+        """
+
+        def find(*, say: bool = False) -> Cache | None:
+            if not self.path.exists():
+                return None
+            try:
+                return open_(self.path)
+            except (OSError, ValueError) as error:
+                if say:
+                    reason = first_line(error)
+                    log.warning("the tokenised data in %s is damaged and is made anew: %s", self.path, reason)
+                return None
+
+        def is_made() -> bool:
+            return find() is not None
+
+        found = find(say=True)
+        if found is not None:
+            return found
+        # No fault, but info is not shown before a run has its logs.
+        with self.lock(
+            is_made=is_made, on_wait=lambda: log.warning("another process tokenises %s; waiting for it", what)
+        ):
+            found = find()
+            if found is None:
+                with self.making() as new:
+                    make(new)
+                    self.publish(new, is_whole=is_made)
+                found = open_(self.path)
+        return found
 
     @contextmanager
     def lock(self, *, is_made: Callable[[], bool], on_wait: Callable[[], None]) -> Iterator[None]:

@@ -9,10 +9,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from trainer.data.chat.cache.record import Drop, Record
+from trainer.data.chat.cache.record import Record
 from trainer.data.chat.sample import Sample
 from trainer.data.chat.selection import CachedPart, RowOptions
 from trainer.data.chat.source import ChatSource
+from trainer.data.drops import Drop
 from trainer.data.row import Rows, RowSource
 
 Tokens = tuple[Sequence[int], Sequence[int]]

@@ -28,10 +28,10 @@ from trainer.data.chat.cache import cache as cache_module
 from trainer.data.chat.cache import files as cache_files
 from trainer.data.chat.cache import pool as tokenise_pool
 from trainer.data.chat.cache.cache import SampleCache, open_or_build
-from trainer.data.chat.cache.record import Drop
 from trainer.data.chat.cache.tokenise import Tokeniser, Work
 from trainer.data.chat.read.conversation import LossRules
 from trainer.data.chat.read.parts import open_parts
+from trainer.data.drops import Drop
 from trainer.data.errors import PlacedError
 from trainer.data.row import untracked
 from trainer.errors import RunError
@@ -402,7 +402,7 @@ def test_a_damaged_cache_is_made_anew_and_that_is_said(
     with caplog.at_level(logging.WARNING):
         after = open_cache(path, tokenizer, cache_dir)
     (message,) = [record.message for record in caplog.records]
-    assert f"{folder} are damaged and are made anew" in message
+    assert f"{folder} is damaged and is made anew" in message
     assert after.record.digest == before.record.digest
     assert found(cache_dir) == [folder]
     assert files_of(folder) == files
@@ -494,7 +494,7 @@ def test_who_comes_while_another_is_at_it_waits(
     first = threading.Thread(target=lambda: results.append(open_cache(path, tokenizer, cache_dir, track=slow)))
     first.start()
     assert begun.wait(_LIMIT)
-    monkeypatch.setattr(cache_module.log, "warning", lambda *said: waits.set())  # shown without a log too
+    monkeypatch.setattr(cache_folder.log, "warning", lambda *said: waits.set())  # shown without a log too
     second = open_cache(path, tokenizer, cache_dir, track=never)
     first.join(_LIMIT)
     assert second.record.digest == results[0].record.digest

@@ -10,9 +10,9 @@ import pytest
 
 from configs.errors import ConfigError
 from models.batch import IGNORE_INDEX
-from trainer.data.chat.cache.record import Drop
 from trainer.data.chat.source import ChatSource
 from trainer.data.collate import collate
+from trainer.data.drops import Drop
 from trainer.data.loader import RowLoader
 from trainer.data.row import Rows
 

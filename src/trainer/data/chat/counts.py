@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from trainer.data.chat.cache.record import Drop
+from trainer.data.drops import Drop
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,12 @@ import numpy as np
 from configs.data import Overflow, Packing, StoppingStrategy
 from configs.errors import ConfigError
 from trainer.data.chat.cache.cache import SampleCache
-from trainer.data.chat.cache.record import Drop
 from trainer.data.chat.counts import ChatCounts, merge_drops, reasons
 from trainer.data.chat.mixture import mix
 from trainer.data.chat.overflow import Cut, cut
 from trainer.data.chat.plan import RowPlan
 from trainer.data.chat.read.parts import Part
+from trainer.data.drops import Drop
 
 
 @dataclass(frozen=True, kw_only=True)

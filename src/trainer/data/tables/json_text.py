@@ -19,3 +19,11 @@ def read_json(text: str | bytes) -> Any:
     # orjson makes a float of an integer beyond 64 bits: other digits than a template should write.
     long = _LONG_BYTES.search(text) if isinstance(text, bytes) else _LONG.search(text)
     return json.loads(text) if long else value
+
+
+def describe(value: Any) -> str:
+    """The kind of a JSON value, with its article."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    kinds = {dict: "an object", list: "a list", str: "text", int: "a number", float: "a number", type(None): "null"}
+    return kinds.get(type(value), f"a {type(value).__name__}")

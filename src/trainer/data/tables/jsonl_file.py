@@ -18,9 +18,8 @@ from typing import Any, BinaryIO, cast
 
 import orjson
 
-from trainer.data.chat.read.messages import describe
 from trainer.data.errors import PlacedError
-from trainer.data.tables.json_text import read_json
+from trainer.data.tables.json_text import describe, read_json
 from trainer.data.tables.local_files import LocalFile, named_faults, require_unchanged
 
 _STRIDE = 64

@@ -1,8 +1,5 @@
 """Tokenised sets of text on disk: made once, then found by every rank, round and run whose tokens would be the same."""
 
-import json
-import logging
-import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,10 +11,10 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from configs.errors import ConfigError
-from trainer.data.cache_folder import CacheFolder
+from trainer.data.cache_folder import CacheFolder, cache_name
+from trainer.data.drops import Drop, DropCounts
 from trainer.data.errors import PlacedError
 from trainer.data.row import Track
-from trainer.text import first_line
 from trainer.validation.sets.encode import SEQUENCE, Chunk, RowEncoder
 from trainer.validation.sets.kinds import Kind
 from trainer.validation.sets.text_encoder import TextEncoder
@@ -26,28 +23,10 @@ from trainer.validation.windows import KEY
 if TYPE_CHECKING:
     from trainer.data.tables.file_part import FilePart
 
-log = logging.getLogger(__name__)
-
 _FORMAT = 1
 """Goes up with every change of what the files hold, or of how rows become tokens."""
 
 _TOKENS, _SEQUENCES, _RECORD = "tokens.bin", "sequences.bin", "cache.json"
-
-_NAME_CHARS = 60
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """Some rows that something is said of."""
-
-    count: int
-
-    first_place: str
-    """File and line of the first of them."""
-
-    @property
-    def where(self) -> str:
-        return f"first: {self.first_place}" if self.count > 1 else self.first_place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +42,10 @@ class Record:
     num_tokens: int
     num_sequences: int
 
-    left_out: dict[str, Rows]
+    left_out: dict[str, Drop]
     """Rows without sequences, by reason."""
 
-    noted: dict[str, Rows]
+    noted: dict[str, Drop]
     """Rows of which something is to be told."""
 
     max_id: int
@@ -114,7 +93,7 @@ class Work:
 
     @property
     def cache_name(self) -> str:
-        """The part's, and a digest of all that changes tokens and nothing else."""
+        """By all that changes tokens."""
         content = {
             "format": _FORMAT,
             "part": self.part.key,
@@ -122,9 +101,7 @@ class Work:
             "encoder": self.encoder.digest,
             "max_documents": self.max_documents,
         }
-        digest = blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
-        name = re.sub(r"[^A-Za-z0-9.-]+", "_", self.part.name)[-_NAME_CHARS:].strip("._") or "set"
-        return f"{name}-{digest}"
+        return cache_name(self.part.name, content)
 
 
 def open_or_build(work: Work, *, cache_dir: Path, track: Track) -> TextCache:
@@ -141,33 +118,7 @@ def open_or_build(work: Work, *, cache_dir: Path, track: Track) -> TextCache:
         RunError: the disk is full.
     """
     folder = CacheFolder(cache_dir, work.cache_name, key="val.cache_dir")
-    found = _find(folder.path, say=True)
-    if found is not None:
-        return found
-    with folder.lock(
-        is_made=lambda: _find(folder.path) is not None,
-        # No fault, but info is not shown before a run has its logs.
-        on_wait=lambda: log.warning("another process tokenises held-out set %s; waiting for it", work.set_name),
-    ):
-        found = _find(folder.path)
-        if found is None:
-            with folder.making() as new:
-                _build(new, folder, work, track)
-                folder.publish(new, is_whole=lambda: _find(folder.path) is not None)
-            found = TextCache(folder.path)
-    return found
-
-
-def _find(folder: Path, *, say: bool = False) -> TextCache | None:
-    """The cache in a folder; None where there is none that is whole."""
-    if not folder.exists():
-        return None
-    try:
-        return TextCache(folder)
-    except (OSError, ValueError) as error:
-        if say:
-            log.warning("the tokenised set in %s is damaged and is made anew: %s", folder, first_line(error))
-        return None
+    return folder.open_or_make(f"held-out set {work.set_name}", TextCache, lambda new: _build(new, folder, work, track))
 
 
 def _map(path: Path, dtype: np.dtype[Any], count: int) -> np.ndarray:
@@ -211,9 +162,8 @@ class _Tally:
     num_sequences: int = 0
     max_id: int = -1
     max_id_row: int = 0
-    left_out: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By reason: how many rows, and the first of them."""
-    noted: dict[str, tuple[int, int]] = field(default_factory=dict)
+    left_out: DropCounts = field(default_factory=DropCounts)
+    noted: DropCounts = field(default_factory=DropCounts)
 
     def __post_init__(self) -> None:
         self._digests = [blake2b(digest_size=16) for _ in range(2)]
@@ -232,23 +182,18 @@ class _Tally:
         self.num_rows += chunk.num_rows
         self.num_tokens += chunk.ids.size
         self.num_sequences += sequences.size
-        for counts, rows in ((self.left_out, chunk.left_out), (self.noted, chunk.noted)):
-            for row, reason in rows:
-                count, first = counts.get(reason, (0, row))
-                counts[reason] = (count + 1, first)
+        self.left_out.add(chunk.left_out)
+        self.noted.add(chunk.noted)
 
     def record(self, name: str, place: Callable[[int], str]) -> Record:
-        def placed(counts: dict[str, tuple[int, int]]) -> dict[str, Rows]:
-            return {reason: Rows(count=count, first_place=place(first)) for reason, (count, first) in counts.items()}
-
         tokens_digest, sequences_digest = (digest.hexdigest() for digest in self._digests)
         return Record(
             name=name,
             num_rows=self.num_rows,
             num_tokens=self.num_tokens,
             num_sequences=self.num_sequences,
-            left_out=placed(self.left_out),
-            noted=placed(self.noted),
+            left_out=self.left_out.drops(place),
+            noted=self.noted.drops(place),
             max_id=self.max_id,
             max_id_place=place(self.max_id_row) if self.max_id >= 0 else "",
             tokens_digest=tokens_digest,

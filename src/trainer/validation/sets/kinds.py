@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trainer.data.chat.read.messages import describe
 from trainer.data.errors import DataError
+from trainer.data.tables.json_text import describe
 from trainer.text import listed
 
 Kind = Literal["ppl", "ctxcont", "pairs", "choices"]

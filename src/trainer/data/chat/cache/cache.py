@@ -1,31 +1,23 @@
 """Tokenised conversations on disk: made once, then found by everybody whose ids and masks would be the same."""
 
-import json
-import logging
-import re
 from contextlib import closing
-from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 
 from configs.errors import ConfigError
-from trainer.data.cache_folder import CacheFolder
+from trainer.data.cache_folder import CacheFolder, cache_name
 from trainer.data.chat.cache.files import SAMPLES, TOKENS, TableWriter, open_tables
 from trainer.data.chat.cache.pool import default_workers, tokenise_part
-from trainer.data.chat.cache.record import RECORD, Drop, Record, read_record, write_record
+from trainer.data.chat.cache.record import RECORD, Record, read_record, write_record
 from trainer.data.chat.cache.tokenise import Chunk, Tokeniser, Work
 from trainer.data.chat.sample import Sample
+from trainer.data.drops import DropCounts
 from trainer.data.errors import PlacedError
 from trainer.data.row import Track
-from trainer.text import first_line
-
-log = logging.getLogger(__name__)
 
 _FORMAT = 1
 """Goes up with every change of what the files hold, or of how rows become tokens."""
-
-_NAME_CHARS = 60
 
 
 class SampleCache:
@@ -87,25 +79,15 @@ def open_or_build(work: Work, *, cache_dir: Path, workers: int | None, track: Tr
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError.one(f"{work.key}.name", f"{work.part.name} cannot be read: {reason}") from error
-    found = _find(folder.path, say=True)
-    if found is not None:
-        return found
-    with folder.lock(
-        is_made=lambda: _find(folder.path) is not None,
-        # No fault, but info is not shown before a run has its logs.
-        on_wait=lambda: log.warning("another process tokenises %s; waiting for it", work.part.name),
-    ):
-        found = _find(folder.path)
-        if found is None:
-            with folder.making() as new:
-                _build(new, folder, tokeniser, workers or default_workers(), track)
-                folder.publish(new, is_whole=lambda: _find(folder.path) is not None)
-            found = SampleCache(folder.path)
-    return found
+    return folder.open_or_make(
+        work.part.name,
+        SampleCache,
+        lambda new: _build(new, folder, tokeniser, workers or default_workers(), track),
+    )
 
 
 def _name(tokeniser: Tokeniser) -> str:
-    """Name of the cache's folder: the part's, and a digest of all that changes ids or masks and nothing else."""
+    """Name of the cache's folder, by all that changes ids or masks."""
     work = tokeniser.work
     content = {
         "format": _FORMAT,
@@ -115,22 +97,7 @@ def _name(tokeniser: Tokeniser) -> str:
         "roles": sorted(work.rules.roles),
         "last_turn_only": work.rules.last_turn_only,
     }
-    digest = blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
-    name = re.sub(r"[^A-Za-z0-9.-]+", "_", work.part.name)[-_NAME_CHARS:].strip("._") or "chats"
-    return f"{name}-{digest}"
-
-
-def _find(folder: Path, *, say: bool = False) -> SampleCache | None:
-    """The cache in a folder; None where there is none that is whole."""
-    if not folder.exists():
-        return None
-    try:
-        return SampleCache(folder)
-    except (OSError, ValueError) as error:
-        if say:
-            reason = first_line(error)
-            log.warning("the tokenised conversations in %s are damaged and are made anew: %s", folder, reason)
-        return None
+    return cache_name(work.part.name, content)
 
 
 def _build(new: Path, folder: CacheFolder, tokeniser: Tokeniser, workers: int, track: Track) -> None:
@@ -161,9 +128,7 @@ def _build(new: Path, folder: CacheFolder, tokeniser: Tokeniser, workers: int, t
         record = Record(
             name=folder.path.name,
             num_rows=num_rows,
-            dropped={
-                reason: Drop(count=count, first_place=place(first)) for reason, (count, first) in tally.dropped.items()
-            },
+            dropped=tally.dropped.drops(place),
             num_samples=tables.lengths.size,
             split_control_tokens=tally.split_control_tokens,
             tokens=int(tables.lengths.sum()),
@@ -184,15 +149,12 @@ class _Tally:
     def __init__(self) -> None:
         self.num_rows = self.split_control_tokens = self.max_id_row = 0
         self.max_id = -1
-        self.dropped: dict[str, tuple[int, int]] = {}
-        """By reason: how many rows, and the first of them."""
+        self.dropped = DropCounts()
 
     def add(self, chunk: Chunk) -> None:
         self.num_rows += chunk.num_rows
         self.split_control_tokens += chunk.split_control_tokens
-        for row, reason in chunk.dropped:
-            count, first = self.dropped.get(reason, (0, row))
-            self.dropped[reason] = (count + 1, first)
+        self.dropped.add(chunk.dropped)
         if chunk.input_ids.max(initial=-1) > self.max_id:
             largest = int(chunk.input_ids.argmax())
             sample = np.searchsorted(np.cumsum(chunk.lengths), largest, "right")

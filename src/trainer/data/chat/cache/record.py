@@ -5,25 +5,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from trainer.data.drops import Drop
+
 RECORD = "cache.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drop:
-    """Rows that gave nothing, or samples that were cut."""
-
-    count: int
-
-    first_place: str
-    """Where the first of them is."""
-
-    @property
-    def where(self) -> str:
-        return f"first: {self.first_place}" if self.count > 1 else self.first_place
-
-    def text(self, what: str) -> str:
-        """`3 no messages (first: a.jsonl, line 4)`."""
-        return f"{self.count:,} {what} ({self.where})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.data import ChatConfig
-from trainer.data.chat.read.messages import describe, from_json, is_empty_answer, read_message, read_tool
+from trainer.data.chat.read.messages import from_json, is_empty_answer, read_message, read_tool
 from trainer.data.chat.sample import Conversation, UnusableError
 from trainer.data.errors import DataError
+from trainer.data.tables.json_text import describe
 from trainer.text import listed
 
 _COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "tool_defs", "chat_template_kwargs")

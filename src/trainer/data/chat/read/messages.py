@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from trainer.data.errors import DataError
-from trainer.data.tables.json_text import read_json
+from trainer.data.tables.json_text import describe, read_json
 from trainer.text import listed
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -106,14 +106,6 @@ def from_json(text: str, what: str) -> Any:
         return read_json(text)
     except orjson.JSONDecodeError as error:
         raise DataError(f"{what} cannot be read as JSON: {error.msg} at character {error.pos + 1}") from None
-
-
-def describe(value: Any) -> str:
-    """The kind of a JSON value, with its article."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    kinds = {dict: "an object", list: "a list", str: "text", int: "a number", float: "a number", type(None): "null"}
-    return kinds.get(type(value), f"a {type(value).__name__}")
 
 
 def _bad_role(message: dict[str, Any]) -> DataError:
