@@ -94,9 +94,7 @@ def take(folder: Path, use: Use, say: Callable[[str], None]) -> TextIO:
         lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         lock.flush()
         if is_ours is None:
-            say(
-                f"{folder} lies on a file system without locks: nothing keeps a second one from using it at the same time"
-            )
+            say(f"{folder} lies on a file system without locks: nothing keeps a second start from using it too")
         elif try_lock(lock, shared=True) is False:  # the change is not atomic
             raise _in_use(folder, use)
     except BaseException:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from configs.base import BaseConfig
+    from configs.launch import DeploymentConfig
+    from trainer.attempts import Attempt
 
 C = TypeVar("C", bound="BaseConfig")
 
@@ -80,6 +82,34 @@ def _run(
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
         return fail(f"the standard output cannot be written: {error.strerror}", 1)
+
+
+def launch_attempt(
+    attempt: "Attempt", deployment: "DeploymentConfig", num_workers: int, worker_command: Sequence[str]
+) -> int:
+    """Run the workers of an attempt to their end, and close it.
+
+    Args:
+        worker_command: see `trainer.launch.launch`.
+
+    Returns:
+        exit code: 0 done or stopped as asked, 1 a worker failed, 128 + n killed after signal n.
+
+    Raises:
+        ConfigError, RunError: what the first failing worker raised.
+    """
+    from trainer.launch import KilledError, WorkerError, launch
+
+    stop_timeout = deployment.stop_timeout_seconds
+    try:
+        launch(attempt, num_workers=num_workers, stop_timeout=stop_timeout, say=say, command=worker_command)
+    except WorkerError as error:
+        return fail(str(error), 1)
+    except KilledError as error:
+        return fail(str(error), 128 + error.signum)
+    finally:
+        attempt.close()
+    return 0
 
 
 def _stdout_fails() -> bool:

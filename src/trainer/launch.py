@@ -72,7 +72,6 @@ def launch(
     stop_timeout: float,
     say: Callable[[str], None],
     command: Sequence[str] = WORKER_COMMAND,
-    stopping: str = "stopping after the step under way",
 ) -> None:
     """Run the workers until all have ended. Whatever happens, none is left.
 
@@ -84,7 +83,6 @@ def launch(
         stop_timeout: seconds that workers have to stop after a signal.
         say: told what happens.
         command: program and arguments of a worker; run directory, attempt and this process's id are appended.
-        stopping: what is said when a signal came.
 
     Raises:
         ConfigError, RunError: what the first failing worker raised.
@@ -102,7 +100,7 @@ def launch(
     signals = _Signals()
     with _handlers((*STOP_SIGNALS, signal.SIGHUP), signals.handle):
         workers = WorkerGroup((*command, *arguments), num_workers=num_workers, env=env)
-        watch = _Watch(workers, attempt, num_workers, signals, stop_timeout, say, stopping)
+        watch = _Watch(workers, attempt, num_workers, signals, stop_timeout, say)
         workers.start()
         try:
             watch.until_end()
@@ -170,7 +168,6 @@ class _Watch:
         signals: _Signals,
         stop_timeout: float,
         say: Callable[[str], None],
-        stopping: str,
     ) -> None:
         self._workers = workers
         self._attempt = attempt
@@ -178,7 +175,6 @@ class _Watch:
         self._signals = signals
         self._stop_timeout = stop_timeout
         self._say = say
-        self._stopping = stopping
         self._said = False
         self._asked: set[int] = set()
         self._gone: dict[int, float] = {}
@@ -242,7 +238,7 @@ class _Watch:
             return
         if not self._said:
             self._said = True
-            self._say(f"{signal.Signals(signum).name}: {self._stopping} (Ctrl-C again ends at once)")
+            self._say(f"{signal.Signals(signum).name}: stopping after the work under way (Ctrl-C again ends at once)")
         for rank in self._workers.pids():
             # Before its log exists a worker does not handle signals yet, and would die of one.
             if rank not in self._asked and rank_log(self._attempt.dir, self._attempt.number, rank).exists():

@@ -4,7 +4,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
-from trainer.command import fail, run_command, say
+from trainer.command import launch_attempt, run_command, say
 
 if TYPE_CHECKING:
     from configs.sft import SFTConfig
@@ -42,7 +42,7 @@ def _start_unless_ended(config: "SFTConfig") -> int:
 
 
 def _start(config: "SFTConfig") -> int:
-    from trainer.launch import WORKER_COMMAND, KilledError, WorkerError, count_workers, launch
+    from trainer.launch import WORKER_COMMAND, count_workers
     from trainer.run_dir import check_run_dir, fill_run_name, open_run_dir, run_dir_of, write_dry_run
 
     config = fill_run_name(config)
@@ -53,10 +53,12 @@ def _start(config: "SFTConfig") -> int:
     from trainer.monitors import check_monitors
     from trainer.preflight import preflight, preflight_scoring
 
-    check = preflight_scoring if config.only_scores else preflight
-    plan = check(config, run_dir=run_dir, world_size=num_workers, say=say)
+    if config.only_scores:
+        lines = preflight_scoring(config, run_dir=run_dir, world_size=num_workers, say=say)
+    else:
+        lines = preflight(config, run_dir=run_dir, world_size=num_workers, say=say).lines()
     check_monitors(config, say)
-    for line in plan.lines():
+    for line in lines:
         say(line)
     if config.dry_run:
         say(f"dry run: config written to {write_dry_run(config)}; nothing was started")
@@ -64,12 +66,4 @@ def _start(config: "SFTConfig") -> int:
         return 0
     attempt = open_run_dir(config, say)
     say(f"run: {run_dir}, attempt {attempt.number}")
-    try:
-        launch(attempt, num_workers=num_workers, stop_timeout=config.deployment.stop_timeout_seconds, say=say)
-    except WorkerError as error:
-        return fail(str(error), 1)
-    except KilledError as error:
-        return fail(str(error), 128 + error.signum)
-    finally:
-        attempt.close()
-    return 0
+    return launch_attempt(attempt, config.deployment, num_workers, WORKER_COMMAND)

@@ -106,14 +106,14 @@ class Trainer:
         self.resumed_metrics: Metrics = {}
         wandb_id = self._first_weights()
         step = self.state.progress.step
-        self.snapshots.begin(step)  # before metrics.jsonl is cut back, as in `_go_back`
+        self.snapshots.go_on_from(step)  # before metrics.jsonl is cut back, as in `_go_back`
         self.monitors = None
         if mesh.rank == 0:
             self.monitors = build_monitors(
                 config, run.dir, start_step=step, total_steps=self.plan.steps, wandb_id=wandb_id
             )
-            for note in self.validation.notes if self.validation else []:
-                self.monitors.say(note)
+        for note in self.validation.notes if self.validation else []:
+            log.info(note)
         self.reporter = StepReporter(self.model, self.state, mesh, checksum_interval=config.log.checksum_interval)
         self.stopping = False
         if config.ckpt is not None:
@@ -329,7 +329,7 @@ class Trainer:
         guard.load_state_dict(counters)
         guard.rewound()
         step = self.state.progress.step
-        self.snapshots.go_back(step)
+        self.snapshots.go_on_from(step)
         if self.monitors is not None:
             self.monitors.rewind(step)
         self.loader.skip(max(first_bad, step), report.step)

@@ -301,7 +301,7 @@ def test_a_signal_before_a_worker_handles_it_waits_for_it(
     attempt.close()
     assert (attempt.dir / "saved_0").exists()
     assert capsys.readouterr().out.splitlines() == [
-        "SIGTERM: stopping after the step under way (Ctrl-C again ends at once)"
+        "SIGTERM: stopping after the work under way (Ctrl-C again ends at once)"
     ]
 
 

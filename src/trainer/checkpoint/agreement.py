@@ -50,6 +50,11 @@ def agree(mesh: Mesh, action: Callable[[], T]) -> list[T]:
     return [result for result, _ in answers]  # type: ignore[misc]
 
 
+def on_rank_0(mesh: Mesh, action: Callable[[], T]) -> T | None:
+    """What `action` gives on rank 0, on every rank. Collective, and fails together, as `agree`."""
+    return agree(mesh, action if mesh.rank == 0 else lambda: None)[0]
+
+
 def describe(error: BaseException) -> str:
     """One line about an error, without the traceback that CheckpointException prints."""
     if isinstance(error, CheckpointException):

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from configs.checkpoint import CheckpointConfig
 from configs.errors import ConfigError
-from trainer.checkpoint.agreement import agree
+from trainer.checkpoint.agreement import agree, on_rank_0
 from trainer.checkpoint.export import DTYPES, MODEL_PREFIX
 from trainer.checkpoint.fits import check_fits
 from trainer.checkpoint.folder import FOLDER_NAME, find_checkpoint, prepare, prune, step_path
@@ -70,7 +70,7 @@ class Checkpointer:
         # One process is how a small run works, not something to warn about.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         if config is not None:
-            self._agree(self._on_rank_0(self._prepare))
+            on_rank_0(mesh, self._prepare)
 
     def due(self, step: int) -> bool:
         """Whether the weights after `step` steps are to be saved. The last step's are, whatever this says."""
@@ -172,7 +172,7 @@ class Checkpointer:
                 logger.warning("checkpoint %s is damaged and passed over: %s", path, reason)
             at_most = found - 1
 
-    def load(self, path: Path, tensors: Mapping[str, Tensor], *, ignore: tuple[str, ...] = ()) -> None:
+    def load(self, path: Path, tensors: Mapping[str, Tensor], *, ignore: tuple[str, ...] = ()) -> int:
         """Fill `tensors` in place from the checkpoint at `path`, written by any number of ranks.
 
         Args:
@@ -180,14 +180,18 @@ class Checkpointer:
             tensors: the same names on every rank; plain tensors or DTensors, on any device.
             ignore: names with these beginnings may be in the checkpoint only ("optimizer.", say).
 
+        Returns:
+            its step.
+
         Raises:
             RunError: it is damaged or not safe, or names, shapes or dtypes differ. Nothing is loaded then, unless
                 reading itself broke off.
         """
         self.wait()
         self.writer.forget()
-        checked: list[Metadata] = []
+        checked: list[tuple[int, Metadata]] = []
         self._agree(lambda: checked.append(check_fits(path, tensors, ignore)))
+        step, metadata = checked[0]
         found, self._found = self._found, None
         reason = None if found == path else self._wrong_content(path)
         if reason is not None:
@@ -196,7 +200,7 @@ class Checkpointer:
         def read() -> None:
             load_tensors(
                 dict(tensors),
-                storage_reader=SafeReader(path, checked[0]),
+                storage_reader=SafeReader(path, metadata),
                 process_group=self._mesh.host_group,
                 no_dist=self._mesh.host_group is None,
             )
@@ -206,9 +210,9 @@ class Checkpointer:
         except RunError as error:
             raise RunError(f"checkpoint {path} cannot be loaded: {error}") from error
         # A run that goes back and comes by these steps again has other weights there.
-        step = int(read_manifest(path)["step"])
         self._committed = {saved for saved in self._committed if saved <= step}
         self._first_loaded = step if self._first_loaded is None else min(self._first_loaded, step)
+        return step
 
     def close(self) -> None:
         """Free the staging memory. `wait` comes first: only it tells whether the last save succeeded."""
@@ -309,9 +313,6 @@ class Checkpointer:
 
         self._weights.write(path, tell)
         return True
-
-    def _on_rank_0(self, action: Callable[[], None]) -> Callable[[], None]:
-        return action if self._mesh.rank == 0 else lambda: None
 
     def _agree(self, action: Callable[[], T]) -> list[T]:
         return agree(self._mesh, action)

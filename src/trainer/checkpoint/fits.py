@@ -13,7 +13,7 @@ from trainer.errors import RunError
 from trainer.text import listed
 
 
-def check_fits(path: Path, tensors: Mapping[str, Tensor], ignore: tuple[str, ...] = ()) -> Metadata:
+def check_fits(path: Path, tensors: Mapping[str, Tensor], ignore: tuple[str, ...] = ()) -> tuple[int, Metadata]:
     """See whether a checkpoint could be loaded, without reading tensors.
 
     Args:
@@ -21,13 +21,13 @@ def check_fits(path: Path, tensors: Mapping[str, Tensor], ignore: tuple[str, ...
         ignore: names with these beginnings may be in the checkpoint only.
 
     Returns:
-        Where each of its tensors lies.
+        its step, and where each of its tensors lies.
 
     Raises:
         RunError: it is damaged or not safe, or names, shapes or dtypes differ.
     """
     try:
-        _, metadata = read_checkpoint(path)
+        manifest, metadata = read_checkpoint(path)
     except DamagedError as error:
         raise RunError(f"checkpoint {path} cannot be loaded: {error}") from error
     stored = metadata.state_dict_metadata
@@ -40,7 +40,7 @@ def check_fits(path: Path, tensors: Mapping[str, Tensor], ignore: tuple[str, ...
     ]
     if differences:
         raise RunError(f"checkpoint {path} does not fit this run: {'; '.join(differences)}")
-    return metadata
+    return int(manifest["step"]), metadata
 
 
 def _difference(name: str, tensor: Tensor, stored: Mapping[str, Any]) -> str | None:

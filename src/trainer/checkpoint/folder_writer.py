@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.checkpoint.agreement import agree
+from trainer.checkpoint.agreement import agree, on_rank_0
 from trainer.checkpoint.folder import commit
 from trainer.checkpoint.manifest import FileRecord
 from trainer.checkpoint.staging import Stager
@@ -126,16 +126,13 @@ class FolderWriter:
 
         try:
             # Agreed before anyone writes: another rank must not write into a folder that rank 0 still clears.
-            self._on_rank_0(begin)
+            on_rank_0(self._mesh, begin)
             files = _merge(agree(self._mesh, lambda: write_tensors(temporary, tensors, self._mesh)))
-            self._on_rank_0(lambda: end(files))
+            on_rank_0(self._mesh, lambda: end(files))
         except RunError:
             if self._mesh.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # a full disk should not stay full of it
             raise
-
-    def _on_rank_0(self, action: Callable[[], None]) -> None:
-        agree(self._mesh, action if self._mesh.rank == 0 else lambda: None)
 
 
 def _merge(parts: Iterable[dict[str, FileRecord]]) -> dict[str, FileRecord]:

@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING
 
-from trainer.command import fail, run_command, say
+from trainer.command import launch_attempt, run_command, say
 
 if TYPE_CHECKING:
     from configs.eval_worker import EvalWorkerConfig
@@ -45,36 +45,19 @@ def _start_unless_ended(config: "EvalWorkerConfig") -> int:
 
 def _start(config: "EvalWorkerConfig") -> int:
     from trainer.eval_worker.place import open_place, refuse_second
-    from trainer.eval_worker.training import await_training, check_snapshots, choose_suite
+    from trainer.eval_worker.training import await_training, scored_config
+    from trainer.launch import count_workers
 
     training = await_training(config, say)
     refuse_second(config.run_dir)
-    check_snapshots(config.run_dir, training)
-    config = choose_suite(config, training)
-    from trainer.launch import KilledError, WorkerError, count_workers, launch
-
+    scored = scored_config(config, training)
     num_workers = count_workers(config.deployment)
     # Imports models and transformers, which take seconds.
-    from trainer.eval_worker.check import check_scored, scored_config
+    from trainer.preflight import preflight_scoring
 
-    scored = scored_config(config, training)
-    for line in check_scored(scored, world_size=num_workers, say=say):
+    lines = preflight_scoring(scored, run_dir=config.run_dir, world_size=num_workers, say=say, has_checkpoint=False)
+    for line in lines:
         say(line)
     attempt = open_place(config, scored, say)
     say(f"eval-worker: {attempt.dir}, attempt {attempt.number}")
-    try:
-        launch(
-            attempt,
-            num_workers=num_workers,
-            stop_timeout=config.deployment.stop_timeout_seconds,
-            say=say,
-            command=WORKER_COMMAND,
-            stopping="stopping; a snapshot that is being scored will wait again",
-        )
-    except WorkerError as error:
-        return fail(str(error), 1)
-    except KilledError as error:
-        return fail(str(error), 128 + error.signum)
-    finally:
-        attempt.close()
-    return 0
+    return launch_attempt(attempt, config.deployment, num_workers, WORKER_COMMAND)

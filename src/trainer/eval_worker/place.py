@@ -27,7 +27,7 @@ def open_place(config: EvalWorkerConfig, scored: SFTConfig, say: Callable[[str],
     """Lock the folder and lay out a new attempt, with both configs.
 
     Args:
-        scored: what the workers build the model and the suite from, see `scored_of`.
+        scored: what the workers build the model and the suite from: they get it by `scored_of`.
 
     Raises:
         ConfigError: another worker has it, or it cannot be written.

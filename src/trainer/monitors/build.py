@@ -10,7 +10,7 @@ from trainer.monitors.console import ConsoleMonitor
 from trainer.monitors.jsonl import JsonlMonitor, append_late
 
 if TYPE_CHECKING:
-    from trainer.monitors.wandb import LateWandb, WandbMonitor
+    from trainer.monitors.wandb import EvalWandb, WandbMonitor
 
 
 class Monitors:
@@ -71,10 +71,6 @@ class Monitors:
         """Show on a terminal how far a long part of a step is, such as a validation; nothing is recorded."""
         self._console.show_part(description, completed, total)
 
-    def say(self, text: str) -> None:
-        """One line for whoever watches."""
-        self._console.say(text)
-
     def close(self, exit_code: int = 0) -> None:
         """Write out what is pending and give the terminal back.
 
@@ -88,7 +84,7 @@ class Monitors:
 
 
 def build_monitors(
-    config: SFTConfig, run_dir: Path, *, start_step: int, total_steps: int | None, wandb_id: str | None
+    config: SFTConfig, run_dir: Path, *, start_step: int, total_steps: int, wandb_id: str | None
 ) -> Monitors:
     """Open the monitors of a run, on rank 0.
 
@@ -96,7 +92,7 @@ def build_monitors(
         config: the resolved config; wandb shows it.
         run_dir: an existing folder.
         start_step: steps done before this start; metrics.jsonl is cut back to it.
-        total_steps: steps of the whole run; None where nothing is trained.
+        total_steps: steps of the whole run.
         wandb_id: from the checkpoint that is resumed; None (also for a fork of another run) opens a new wandb run.
 
     Raises:
@@ -117,24 +113,19 @@ def build_monitors(
             resume_id=wandb_id,
             last_step=last_step,
             must_start=_must_start(config),
-            shared=config.eval_snapshots is not None and not config.only_scores,
+            shared=config.eval_snapshots is not None,
         )
-    console = ConsoleMonitor(
-        interval=config.log.interval,
-        start_step=start_step,
-        total_steps=total_steps,
-        description="steps" if total_steps is not None else "scored step",
-    )
+    console = ConsoleMonitor(interval=config.log.interval, start_step=start_step, total_steps=total_steps)
     return Monitors(start_step=start_step, console=console, jsonl=jsonl, wandb=wandb)
 
 
-class LateMonitors:
-    """The monitors of a run for results of steps that its training may have passed, or never gone on from.
+class EvalMonitors:
+    """Console, metrics.jsonl and, if configured, wandb, for what an evaluation outside of the training finds out.
 
-    Nothing is cut back, steps may come in any order, and a training may write to the same places meanwhile.
+    Nothing is cut back, steps may come in any order, and the run's training may write to the same places meanwhile.
     """
 
-    def __init__(self, *, console: ConsoleMonitor, path: Path, wandb: "LateWandb | None") -> None:
+    def __init__(self, *, console: ConsoleMonitor, path: Path, wandb: "EvalWandb | None") -> None:
         self._console = console
         self._path = path
         self._wandb = wandb
@@ -165,42 +156,34 @@ class LateMonitors:
         return True
 
     def show_part(self, description: str, completed: int, total: int) -> None:
-        """Show on a terminal how far a long part of a step is; nothing is recorded."""
+        """As in `Monitors`."""
         self._console.show_part(description, completed, total)
 
-    def say(self, text: str) -> None:
-        """One line for whoever watches."""
-        self._console.say(text)
-
     def close(self, exit_code: int = 0) -> None:
-        """Write out what is pending and give the terminal back."""
+        """As in `Monitors`."""
         self._console.close()
         if self._wandb is not None:
             self._wandb.close(exit_code)
 
 
-def open_late_monitors(config: SFTConfig, run_dir: Path, wandb_id: str | None) -> LateMonitors:
-    """Open the monitors of a run beside, or after, its training; on rank 0.
+def open_eval_monitors(config: SFTConfig, run_dir: Path, wandb_id: str | None) -> EvalMonitors:
+    """Open the monitors of an evaluation, on rank 0.
 
     Args:
         config: of the run.
         run_dir: its existing folder; metrics.jsonl need not be there.
-        wandb_id: of the training, from the state of its checkpoint or snapshot. Where wandb takes no more than one
-            process at a time, the results go to a wandb run of their own, named `<run>-eval`.
+        wandb_id: of the training that the results belong to, from the state of its checkpoint or snapshot. Where wandb
+            takes no more than one process at a time, they go to a wandb run of their own, named `<run>-eval`.
     """
-    late_wandb = None
+    wandb = None
     if config.monitors.wandb is not None:
         _require_wandb()
-        from trainer.monitors.wandb import LateWandb
+        from trainer.monitors.wandb import EvalWandb
 
-        late_wandb = LateWandb(
-            config.monitors.wandb,
-            run_dir=run_dir,
-            run_config=config.model_dump(mode="json"),
-            training_id=wandb_id,
-        )
+        run_config = config.model_dump(mode="json")
+        wandb = EvalWandb(config.monitors.wandb, run_dir=run_dir, run_config=run_config, training_id=wandb_id)
     console = ConsoleMonitor(interval=1, start_step=0, total_steps=None, description="scored step")
-    return LateMonitors(console=console, path=run_dir / "metrics.jsonl", wandb=late_wandb)
+    return EvalMonitors(console=console, path=run_dir / "metrics.jsonl", wandb=wandb)
 
 
 def check_monitors(config: SFTConfig, say: Callable[[str], None]) -> None:

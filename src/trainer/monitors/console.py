@@ -49,9 +49,6 @@ class ConsoleMonitor:
     def show_part(self, description: str, completed: int, total: int) -> None:
         self._bar.update_part(description, completed, total)
 
-    def say(self, text: str) -> None:
-        logger.info(text)
-
     def close(self) -> None:
         self._bar.close()
 

@@ -15,7 +15,7 @@ from typing import Any
 import wandb
 
 from configs.monitor import WandbConfig
-from trainer.monitors.wandb_run import NO_LOGIN, SHARED, STEP, WandbRun, cannot_start, is_shared
+from trainer.monitors.wandb_run import NO_LOGIN, SHARED, WandbRun, cannot_start, is_shared
 from trainer.text import first_line
 
 logger = logging.getLogger(__name__)
@@ -51,9 +51,7 @@ class WandbMonitor:
         """
         online = config.resolved_mode == "online"
         self._resume_id = resume_id
-        if resume_id is not None:
-            shared = is_shared(resume_id)
-        self._shared = shared and online
+        shared = online and (shared if resume_id is None else is_shared(resume_id))
         self._sent: int | None = None
         """Last step that wandb has."""
 
@@ -61,7 +59,7 @@ class WandbMonitor:
         self._next = 0
         """First step that wandb may get."""
 
-        new_id = f"{secrets.token_hex(4)}{SHARED}" if self._shared else None
+        new_id = f"{secrets.token_hex(4)}{SHARED}" if shared else None
         self._run = run = WandbRun(
             config,
             run_dir=run_dir,
@@ -69,15 +67,14 @@ class WandbMonitor:
             run_id=new_id if resume_id is None else resume_id,
             # Offline there is nothing to look up: the same id makes `wandb sync` put both parts in one run.
             resume="must" if resume_id is not None and online else None,
-            part="first" if self._shared else "only",
+            part="first" if shared else "only",
+            any_order=shared,
             must_start=must_start,
         )
-        if self._shared:
-            run.define_step()
         if resume_id is not None and run.is_open:
             # The server knows what it got, of a shared run the number of rows only. There, and offline, the run's own
             # record is the best that is known.
-            asked = online and not self._shared
+            asked = online and not shared
             self._next = run.starting_step if asked else 0 if last_step is None else last_step + 1
 
     @property
@@ -86,7 +83,7 @@ class WandbMonitor:
         return self._run.id or self._resume_id
 
     def log(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
-        """Send the numbers. Text (digests) stays in metrics.jsonl."""
+        """See WandbRun."""
         if not self._run.is_open:
             return
         if step < self._next:
@@ -94,7 +91,7 @@ class WandbMonitor:
                 logger.info("wandb has the steps before %d already; new values appear there from it on", self._next)
                 self._held_back = True
             return
-        if self._run.send(_numbers(metrics, step if self._shared else None), step=None if self._shared else step):
+        if self._run.log(step, metrics):
             self._sent = step
 
     def rewind(self) -> None:
@@ -108,10 +105,11 @@ class WandbMonitor:
         self._run.close(exit_code)
 
 
-class LateWandb:
-    """Results of a run's steps from another process than its training's, at any time and in any order of steps.
+class EvalWandb:
+    """Results from another process than the training's, at any time and in any order of steps.
 
-    They go to the training's wandb run where that is shared, else to one beside it, named `<run>-eval`.
+    They go to the training's wandb run where that is shared, else to one beside it, named `<run>-eval`; those that
+    belong to no training, to a run named as theirs.
     """
 
     def __init__(
@@ -133,23 +131,18 @@ class LateWandb:
             run_id=training_id if joins else beside,
             resume="must" if joins else "allow" if online and beside is not None else None,
             part="late" if joins else "only",
+            any_order=True,
             must_start=False,
-            suffix="" if joins else "-eval",
+            suffix="" if joins or training_id is None else "-eval",
         )
-        self._run.define_step()
 
     def log(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
-        """Send the numbers."""
-        self._run.send(_numbers(metrics, step), step=None)
+        """See WandbRun."""
+        self._run.log(step, metrics)
 
     def close(self, exit_code: int) -> None:
         """See WandbRun."""
         self._run.close(exit_code)
-
-
-def _numbers(metrics: Mapping[str, float | int | str], step: int | None) -> dict[str, float | int]:
-    numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
-    return numbers if step is None else {STEP: step, **numbers}
 
 
 def check_login(config: WandbConfig, *, must_start: bool, say: Callable[[str], None]) -> None:

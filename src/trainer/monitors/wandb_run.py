@@ -9,6 +9,7 @@ the axis of all others. The definitions of the last process that sent its own ho
 import logging
 import re
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,6 +57,7 @@ class WandbRun:
         run_id: str | None,
         resume: Literal["must", "allow"] | None,
         part: Literal["only", "first", "late"],
+        any_order: bool,
         must_start: bool,
         suffix: str = "",
     ) -> None:
@@ -68,6 +70,8 @@ class WandbRun:
             resume: whether it must exist already, or may.
             part: "only" where no other process logs to it meanwhile; in a shared run "first" is the one that opens it
                 and says how it ended, "late" any other.
+            any_order: steps come in any order, or from two processes: the step is then a metric, and the axis of all
+                others.
             must_start: otherwise a failure to start is only a warning.
             suffix: after the name.
 
@@ -75,6 +79,7 @@ class WandbRun:
             ConfigError: wandb cannot start and must.
         """
         self._run: wandb.Run | None = None
+        self._any_order = any_order
         self.id: str | None = None
         """Of the wandb run, once it is open."""
 
@@ -104,6 +109,9 @@ class WandbRun:
                     x_update_finish_state=part != "late",
                 ),
             )
+            if any_order and not run.disabled:
+                run.define_metric(STEP)
+                run.define_metric("*", step_metric=STEP)
         except Exception as error:  # network, login, server and disk faults come as every kind
             self._without(first_line(error), online=online, must_start=must_start, run_id=run_id)
             return
@@ -129,26 +137,16 @@ class WandbRun:
         """First step that the server will take."""
         return 0 if self._run is None else self._run.starting_step
 
-    def define_step(self) -> None:
-        """Make the step a metric, and the axis of all others: rows may then come in any order of steps."""
-        if self._run is None:
-            return
-        try:
-            self._run.define_metric(STEP)
-            self._run.define_metric("*", step_metric=STEP)
-        except Exception as error:  # as above
-            self._give_up(error)
-
-    def send(self, numbers: dict[str, float | int], *, step: int | None) -> bool:
-        """A row; whether wandb took it.
-
-        Args:
-            step: None where the step is a metric.
-        """
+    def log(self, step: int, metrics: Mapping[str, float | int | str]) -> bool:
+        """Send the numbers of a step; whether wandb took them. Text (digests) stays in metrics.jsonl."""
         if self._run is None:
             return False
+        row = {name: value for name, value in metrics.items() if not isinstance(value, str)}
         try:
-            self._run.log(numbers, step=step)
+            if self._any_order:
+                self._run.log({STEP: step, **row})
+            else:
+                self._run.log(row, step=step)
         except Exception as error:  # as above
             self._give_up(error)
             return False

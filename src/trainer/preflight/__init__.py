@@ -6,14 +6,12 @@ or `prepare_model`, for themselves and come to the same.
 
 from trainer.preflight.inputs import Inputs, ModelInputs, prepare, prepare_model
 from trainer.preflight.plan import Plan, plan_run
-from trainer.preflight.run import preflight
-from trainer.preflight.scoring import ScoringPlan, preflight_scoring
+from trainer.preflight.run import preflight, preflight_scoring
 
 __all__ = [
     "Inputs",
     "ModelInputs",
     "Plan",
-    "ScoringPlan",
     "plan_run",
     "preflight",
     "preflight_scoring",

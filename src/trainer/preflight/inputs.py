@@ -38,13 +38,14 @@ class Inputs(ModelInputs):
     source: RowSource
 
 
-def prepare_model(config: SFTConfig, *, download: bool = False, as_stored: bool = False) -> ModelInputs:
+def prepare_model(config: SFTConfig, *, download: bool = False) -> ModelInputs:
     """Load the tokenizer and the architecture that a config names.
+
+    The vocabulary grows where the tokenizer has more ids, but not that of a model by name that is only scored: rows
+    without a meaning would take their share of every likelihood.
 
     Args:
         download: fetch what the model's folder on the hub has besides weights; otherwise its cache must have it.
-        as_stored: do not let the vocabulary grow where the tokenizer has more ids: rows without a meaning take their
-            share of every likelihood.
 
     Raises:
         ConfigError: one of them is missing, damaged, or does not fit the other.
@@ -52,6 +53,7 @@ def prepare_model(config: SFTConfig, *, download: bool = False, as_stored: bool 
     model_folder = find_source(config, download=download)
     tokenizer = load_run_tokenizer(config, model_folder)
     stored = stored_config(config, model_folder, tokenizer)
+    as_stored = config.only_scores and config.resume is None
     whole_config = stored if as_stored else with_room(config, stored, tokenizer)
     num_layers = config.model.debug.num_layers
     try:

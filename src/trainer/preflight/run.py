@@ -1,4 +1,4 @@
-"""Whether a training run can be."""
+"""Whether a run can be: a training, or a scoring where nothing is trained (`max_steps = 0`)."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,11 +7,12 @@ from configs.checkpoint import CheckpointConfig
 from configs.checks import check_schedule
 from configs.errors import ConfigError, Fault
 from configs.sft import SFTConfig
+from configs.validation import SuiteConfig
 from models.base import CausalLM
 from trainer.checkpoint import read_state
 from trainer.data.loader import RowLoader
 from trainer.data.row import RowSource
-from trainer.preflight.inputs import prepare
+from trainer.preflight.inputs import prepare, prepare_model
 from trainer.preflight.parts import (
     check_model,
     check_validation,
@@ -20,13 +21,13 @@ from trainer.preflight.parts import (
     model_faults,
     weight_faults,
 )
-from trainer.preflight.plan import Plan, plan_run
+from trainer.preflight.plan import Plan, plan_run, show_workers
 from trainer.progress import ProgressBars
 from trainer.state import STATE_KEYS
 
 
 def preflight(config: SFTConfig, *, run_dir: Path, world_size: int, say: Callable[[str], None]) -> Plan:
-    """Check all of a run that can be checked here.
+    """Check all of a training that can be checked here.
 
     Args:
         run_dir: the run's directory, where [resume] without dir looks.
@@ -56,6 +57,58 @@ def preflight(config: SFTConfig, *, run_dir: Path, world_size: int, say: Callabl
     if faults or plan is None:
         raise ConfigError(faults)
     return plan
+
+
+def preflight_scoring(
+    config: SFTConfig, *, run_dir: Path, world_size: int, say: Callable[[str], None], has_checkpoint: bool = True
+) -> list[str]:
+    """Check all of a scoring that can be checked here. Arguments as in `preflight`.
+
+    Args:
+        has_checkpoint: that of [resume] is there; not yet where snapshots of a training will be scored.
+
+    Returns:
+        the plan for people.
+
+    Raises:
+        ConfigError: it cannot go; every fault found.
+    """
+    inputs = prepare_model(config, download=True)
+    faults: list[Fault] = []
+    model = found = None
+    with collecting(faults):
+        model = check_model(config, inputs)
+    with collecting(faults):
+        check_validation(config, inputs)
+    with collecting(faults):
+        if has_checkpoint:
+            found = find_resumed(config, inputs, run_dir, say)
+        if found is not None and model is not None:
+            faults += model_faults(config, found, model)
+    if not faults:
+        faults += weight_faults(config, inputs, found, say)
+    if faults:
+        raise ConfigError(faults)
+    assert config.val is not None, "SFTConfig.run_faults asks for it"
+    what = f"no training (max_steps = 0); {_weights(config, found)}" if has_checkpoint else "every snapshot"
+    return [f"plan: {what}, scored by {show_workers(world_size)} on", *_scored_lines(config.val)]
+
+
+def _weights(config: SFTConfig, found: Path | None) -> str:
+    if found is not None:
+        return f"the weights of {found}"
+    if config.model.takes_weights_of_name:
+        return f"the weights of {config.model.name}"
+    return "first weights, not trained"
+
+
+def _scored_lines(suite: SuiteConfig) -> Iterator[str]:
+    if suite.data is not None:
+        yield f"plan:   conversations of {', '.join(part.name for part in suite.data.parts)}"
+    for entry in suite.sets:
+        name = entry if isinstance(entry, str) else entry.name
+        lengths = " and ".join(f"{length:,}" for length in suite.seq_lens_of(entry))
+        yield f"plan:   {name}, in windows of {lengths} tokens"
 
 
 def _resume_faults(config: SFTConfig, path: Path, *, plan: Plan, model: CausalLM, source: RowSource) -> Iterator[Fault]:

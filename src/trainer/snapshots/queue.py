@@ -113,20 +113,17 @@ def cut_back(run_dir: Path, step: int) -> list[int]:
     final = final_step(run_dir)
     if final is not None and final > step:
         unmark_final(run_dir)
-    found = [(later, snapshot_path(run_dir, later)) for later in waiting(run_dir) if later > step]
-    found += [(later, claimed_path(run_dir, later)) for later in claimed(run_dir) if later > step]
-    return sorted(later for later, path in found if discard(path))
+    found = {snapshot_path(run_dir, later): later for later in waiting(run_dir)}
+    found |= {claimed_path(run_dir, later): later for later in claimed(run_dir)}
+    return sorted(later for path, later in found.items() if later > step and discard(path))
 
 
 def final_step(run_dir: Path) -> int | None:
     """Step of the run's last snapshot; None while more are to come."""
     try:
-        step = json.loads((run_dir / FOLDER_NAME / _MARK_NAME).read_text(encoding="utf-8"))["step"]
+        return json.loads((run_dir / FOLDER_NAME / _MARK_NAME).read_text(encoding="utf-8"))["step"]
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError):  # somebody else's file: the run itself writes it whole
-        return None
-    return step if isinstance(step, int) else None
 
 
 def is_over(run_dir: Path) -> bool:

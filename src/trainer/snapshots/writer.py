@@ -6,15 +6,14 @@ the same copies of the weights. Its state holds `model`, as a checkpoint's does,
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from configs.sft import SFTConfig
 from trainer.checkpoint import Checkpointer, ModelRecord, checkpoint_size
-from trainer.checkpoint.agreement import agree
+from trainer.checkpoint.agreement import on_rank_0
 from trainer.errors import RunError
 from trainer.files import require_space
 from trainer.parallel.mesh import Mesh
@@ -23,8 +22,6 @@ from trainer.state import TrainState
 from trainer.text import listed
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class SnapshotWriter:
@@ -80,10 +77,12 @@ class SnapshotWriter:
         if self._beside_checkpoints:
             num_bytes += self._checkpointer.size(self._state.tensors())
             what += " and a checkpoint"
-        self._on_rank_0(lambda: require_space(self._run_dir / queue.FOLDER_NAME, num_bytes, what))
+        on_rank_0(self._mesh, lambda: require_space(self._run_dir / queue.FOLDER_NAME, num_bytes, what))
 
-    def begin(self, step: int) -> None:
-        """The run is about to go on from `step`: like `go_back`, at its start.
+    def go_on_from(self, step: int) -> None:
+        """The run goes on from `step`, at its start or because it went back: the snapshots of later steps are deleted.
+        Called before metrics.jsonl is cut back, so that no worker can record what it scored of them afterwards, and
+        while nothing is being written.
 
         Raises:
             RunError: the folder of the snapshots cannot be changed.
@@ -91,23 +90,15 @@ class SnapshotWriter:
 
         def clean_up() -> None:
             queue.clear_leftovers(self._run_dir)
-            self._cut_back(step)
+            steps = queue.cut_back(self._run_dir, step)
+            if steps:
+                logger.info("snapshots after step %d are of other weights now: deleted %s", step, _names(steps))
             if self._config is not None:
                 (self._run_dir / queue.FOLDER_NAME).mkdir(parents=True, exist_ok=True)
                 if step < self._total_steps:
                     queue.unmark_final(self._run_dir)
 
-        self._on_rank_0(clean_up)
-
-    def go_back(self, step: int) -> None:
-        """Delete the snapshots of later steps: the run is back at `step`. Called before metrics.jsonl is cut back, so
-        that no worker can record what it scored of them afterwards.
-
-        Raises:
-            RunError: one of them could not be written, or cannot be deleted.
-        """
-        self._writer.wait()
-        self._on_rank_0(lambda: self._cut_back(step))
+        on_rank_0(self._mesh, clean_up)
 
     def save(self, step: int, wandb_id: str | None) -> dict[str, float]:
         """Write the weights after `step` steps. In the background this returns when the tensors are copied, at once if
@@ -140,18 +131,13 @@ class SnapshotWriter:
         if not self.due(step):
             return
         self._writer.wait()
-        if not (scored or self._on_rank_0(lambda: queue.was_written(self._run_dir, step))):
+        if not (scored or on_rank_0(self._mesh, lambda: queue.was_written(self._run_dir, step))):
             self.save(step, wandb_id)
         elif step == self._total_steps:
-            self._on_rank_0(lambda: queue.mark_final(self._run_dir, step))
+            on_rank_0(self._mesh, lambda: queue.mark_final(self._run_dir, step))
 
     def _size(self) -> int:
         return checkpoint_size(self._state.model_tensors(), self._mesh.world_size)
-
-    def _cut_back(self, step: int) -> None:
-        steps = queue.cut_back(self._run_dir, step)
-        if steps:
-            logger.info("snapshots after step %d are of other weights now: deleted %s", step, _names(steps))
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         path = queue.snapshot_path(self._run_dir, step)
@@ -161,7 +147,7 @@ class SnapshotWriter:
                 path, step=step, tensors=tensors, state=state, before_writing=lambda: self._make_room(num_bytes)
             )
             if step == self._total_steps:
-                self._on_rank_0(lambda: queue.mark_final(self._run_dir, step))
+                on_rank_0(self._mesh, lambda: queue.mark_final(self._run_dir, step))
         except RunError as error:
             raise RunError(f"snapshot step_{step} could not be written to {path.parent}: {error}") from error
 
@@ -176,10 +162,6 @@ class SnapshotWriter:
                 _names(dropped),
             )
         require_space(self._run_dir / queue.FOLDER_NAME, num_bytes, "a snapshot")
-
-    def _on_rank_0(self, action: Callable[[], T]) -> T | None:
-        """What `action` gives on rank 0, on every rank."""
-        return agree(self._mesh, action if self._mesh.rank == 0 else lambda: None)[0]
 
 
 def _names(steps: list[int]) -> str:

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from configs.eval_worker import EvalWorkerConfig
+from configs.launch import RUN_CONFIG
 from configs.sft import SFTConfig
 from trainer.attempts import write_config
-from trainer.eval_worker.training import choose_suite, find_training
+from trainer.eval_worker.training import find_training, scored_config
 from trainer.eval_worker.work import SnapshotScorer
-from trainer.evaluate import scoring_config
 from trainer.parallel.mesh import one_rank_mesh
 from trainer.run import Run, StopSignal, attempt_config
 from trainer.train import train
@@ -48,10 +48,8 @@ class Bench:
             changes: of the worker's config.
         """
         config = EvalWorkerConfig.model_validate({"run_dir": self.run_dir, "poll_seconds": 0.01} | changes)
-        config = choose_suite(config, self.training)
         run = Run(dir=self.run_dir / "eval_worker", attempt=0, stop=stop or StopSignal())
-        scored = scoring_config(self.training, config.val)
-        return SnapshotScorer(config, scored, run, one_rank_mesh(torch.device("cpu")))
+        return SnapshotScorer(config, scored_config(config, self.training), run, one_rank_mesh(torch.device("cpu")))
 
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -81,7 +79,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path, tiny
     }
     config = SFTConfig.model_validate(values)
     run_dir = folder / "one"
-    write_config(config, attempt_config(run_dir, 0, "sft.json"))
+    for path in (attempt_config(run_dir, 0, "sft.json"), run_dir / RUN_CONFIG):
+        write_config(config, path)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
             patch.setenv(name, value)

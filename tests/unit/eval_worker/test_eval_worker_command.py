@@ -9,19 +9,17 @@ import pytest
 from configs.checkpoint import ResumeConfig
 from configs.errors import ConfigError
 from configs.eval_worker import EvalWorkerConfig
+from configs.launch import RUN_CONFIG
 from trainer.eval_worker.command import run_eval_worker
 from trainer.eval_worker.place import open_place
 from trainer.eval_worker.training import find_training
-from trainer.run import attempt_config
 from trainer.run_dir import check_run_dir
 
 
-def write_attempt(run_dir: Path, number: int, **changes: object) -> None:
-    """One more attempt, with the config of attempt 0 but for `changes`."""
-    values = json.loads(attempt_config(run_dir, 0, "sft.json").read_text())
-    path = attempt_config(run_dir, number, "sft.json")
-    path.parent.mkdir()
-    path.write_text(json.dumps(values | changes))
+def change_config(run_dir: Path, **changes: object) -> None:
+    """The run was gone on with, with the same config but for `changes`."""
+    path = run_dir / RUN_CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def test_it_waits_for_a_run_to_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,40 +58,29 @@ def test_a_file_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err == f"run_dir (flag --run-dir): {tmp_path / 'one'} is not a folder\n"
 
 
-def test_the_newest_attempt_that_trains_counts(bench) -> None:
-    write_attempt(bench.run_dir, 1, max_steps=9)
-    write_attempt(bench.run_dir, 2, max_steps=0)
-    (bench.run_dir / "configs" / "attempt_10").mkdir()  # a start that was killed before it wrote its config
-    training = find_training(bench.run_dir)
-    assert training is not None and training.max_steps == 9
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"old_table": 1}', "is no config of this version of the program (data: Field required"),
-        ("{", "is damaged: "),
-        ("[]", "is damaged: "),
+        ('{"old_table": 1}', "is no config of this version of the program (data: Field required)"),
+        ("{", "is no config of this version of the program (Invalid JSON: "),
     ],
 )
 def test_a_config_that_cannot_be_read_is_named(bench, content: str, message: str) -> None:
-    attempt_config(bench.run_dir, 0, "sft.json").write_text(content)
+    (bench.run_dir / RUN_CONFIG).write_text(content)
     with pytest.raises(ConfigError) as error:
         find_training(bench.run_dir)
     (fault,) = error.value.faults
-    assert fault.key == "run_dir" and message in fault.message and "attempt_0/sft.json" in fault.message
+    assert fault.key == "run_dir" and message in fault.message and "configs/sft.json" in fault.message
 
 
 def test_a_run_without_snapshots_is_refused(bench, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in (bench.run_dir / "eval_snapshots").glob("step_*"):
-        path.rename(bench.run_dir / path.name)
-    write_attempt(bench.run_dir, 1, eval_snapshots=None)
+    change_config(bench.run_dir, eval_snapshots=None)
     assert run_eval_worker(["--run-dir", str(bench.run_dir)]) == 2
     assert "has no [eval_snapshots], so there will be nothing to score" in capsys.readouterr().err
 
 
 def test_without_a_suite_anywhere_it_says_so(bench, capsys: pytest.CaptureFixture[str]) -> None:
-    write_attempt(bench.run_dir, 1, val=None)
+    change_config(bench.run_dir, val=None)
     assert run_eval_worker(["--run-dir", str(bench.run_dir)]) == 2
     assert capsys.readouterr().err.startswith("val: is missing: neither this command nor the run's own config says")
 
@@ -125,7 +112,6 @@ def test_a_second_worker_is_refused_and_told_of_the_first(bench, capsys: pytest.
         # Nor is the run deleted from under it, though it may be gone on with.
         training = bench.training.model_copy(update={"output_dir": bench.run_dir.parent})
         clean = training.model_copy(update={"clean": True})
-        (bench.run_dir / "configs" / "sft.json").write_text("{}")
         with pytest.raises(ConfigError, match=r"clean: .*in use by an eval-worker"):
             check_run_dir(clean)
         check_run_dir(training.model_copy(update={"resume": ResumeConfig()}))

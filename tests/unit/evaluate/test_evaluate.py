@@ -8,7 +8,7 @@ import torch
 
 from configs.errors import ConfigError
 from trainer.errors import RunError
-from trainer.evaluate import evaluate, scoring_config
+from trainer.evaluate import evaluate
 from trainer.preflight import preflight_scoring
 from trainer.validation import Validation
 
@@ -112,7 +112,7 @@ def test_the_vocabulary_of_a_model_is_scored_as_it_is(bench, tmp_path, caplog):
     (record,) = bench.score("as_stored", **tables)
     assert record["params/num_embedding_params"] == 2 * 300 * 16
     assert "vocabulary:" not in caplog.text
-    assert plan.lines() == [
+    assert plan == [
         f"plan: no training (max_steps = 0); the weights of {tmp_path / 'model'}, scored by 2 workers on",
         "plan:   texts, in windows of 8 and 32 tokens",
         "plan:   pairs, in windows of 8 and 32 tokens",
@@ -192,17 +192,5 @@ def test_the_plan_of_a_checkpoint(bench, trained):
     config = bench.config("new", max_steps=0, resume={"dir": str(trained)})
     plan = preflight_scoring(config, run_dir=bench.folder / "new", world_size=1, say=said.append)
     newest = trained / "checkpoints" / "step_4"
-    assert plan.lines()[0] == f"plan: no training (max_steps = 0); the weights of {newest}, scored by 1 worker on"
+    assert plan[0] == f"plan: no training (max_steps = 0); the weights of {newest}, scored by 1 worker on"
     assert f"resume: from {newest}" in said
-
-
-def test_a_run_can_be_scored_on_what_it_never_saw(bench, tmp_path):
-    """`scoring_config`: the suite of somebody else in place of the run's own [val], or where it has none."""
-    bare = bench.config("bare", val=None, resume={})
-    suite = bench.config("other", val={"sets": bench.val["sets"][1:]}).val
-    config = scoring_config(bare, suite)
-    assert (config.only_scores, config.resume) == (True, None)
-    assert config.val is not None
-    assert config.val.longest_row == 32
-    assert config.longest_row == 32
-    assert scoring_config(config, None).val == config.val

@@ -13,7 +13,7 @@ import trainer.monitors.jsonl as jsonl
 from configs.sft import SFTConfig
 from trainer.errors import RunError
 from trainer.locks import try_lock
-from trainer.monitors import open_late_monitors
+from trainer.monitors import open_eval_monitors
 from trainer.monitors.jsonl import JsonlMonitor, append_late
 
 LONG = {f"val/set_{number}/bpb@2k": 0.123456789 for number in range(1000)}
@@ -144,7 +144,7 @@ def test_a_disk_that_fills_up_within_a_line_leaves_none_of_it(
 def test_late_monitors_show_and_record_any_order_of_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "trainer")
     values: dict[str, Any] = {"data": {"type": "fake"}, "run": {"name": "one"}}
-    monitors = open_late_monitors(SFTConfig.model_validate(values), tmp_path, None)
+    monitors = open_eval_monitors(SFTConfig.model_validate(values), tmp_path, None)
     assert monitors.log(40, {"val/a/bpb@1k": 2.5, "time/eval": 3.0})
     assert monitors.log(20, {"val/a/bpb@1k": 2.75})
     assert not monitors.log(10, {"val/a/bpb@1k": 3.0}, lambda: False)

@@ -13,7 +13,7 @@ import pytest
 wandb = pytest.importorskip("wandb", reason="wandb is not installed on the GPU machine")
 
 from configs.sft import SFTConfig  # noqa: E402
-from trainer.monitors import build_monitors, open_late_monitors  # noqa: E402
+from trainer.monitors import build_monitors, open_eval_monitors  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_login")
 
@@ -28,9 +28,9 @@ import sys
 from pathlib import Path
 
 from configs.sft import SFTConfig
-from trainer.monitors import open_late_monitors
+from trainer.monitors import open_eval_monitors
 
-late = open_late_monitors(SFTConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+late = open_eval_monitors(SFTConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
 late.log(4, {"val/a/bpb@1k": 2.5, "time/eval": 1.0})
 late.log(2, {"val/a/bpb@1k": 3.0})
 late.close()
@@ -96,7 +96,7 @@ def test_a_run_that_one_process_may_log_to_gets_another_beside_it(server: Any, t
     training.log(5, {"loss/mean": 1.0})
     training.close()
     for step in (4, 2):
-        late = open_late_monitors(config_of(), run_dir, training.wandb_id)
+        late = open_eval_monitors(config_of(), run_dir, training.wandb_id)
         late.log(step, {"val/a/bpb@1k": step / 2})
         late.close()
     beside = f"{training.wandb_id}-eval"
@@ -113,7 +113,7 @@ def test_a_run_that_one_process_may_log_to_gets_another_beside_it(server: Any, t
 
 
 def test_offline_results_lie_beside_too(tmp_path: Path) -> None:
-    late = open_late_monitors(config_of("offline", eval_snapshots={"interval": 2}), tmp_path, "abc")
+    late = open_eval_monitors(config_of("offline", eval_snapshots={"interval": 2}), tmp_path, "abc")
     late.log(2, {"val/a/bpb@1k": 1.0})
     late.close()
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
@@ -127,7 +127,7 @@ def test_wandb_that_fails_does_not_keep_results_from_being_recorded(
         raise wandb.errors.CommError("no network")
 
     monkeypatch.setattr(wandb, "init", init)
-    late = open_late_monitors(config_of(), tmp_path, "abc-shared")
+    late = open_eval_monitors(config_of(), tmp_path, "abc-shared")
     late.log(2, {"val/a/bpb@1k": 1.0})
     late.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 2, "val/a/bpb@1k": 1.0}

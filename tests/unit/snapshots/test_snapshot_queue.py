@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from trainer.snapshots import queue
 
 
@@ -92,13 +90,6 @@ def test_the_last_one(tmp_path: Path) -> None:
     assert queue.was_written(tmp_path, 12)
     queue.unmark_final(tmp_path)
     assert (queue.is_over(tmp_path), queue.final_step(tmp_path)) == (False, None)
-
-
-@pytest.mark.parametrize("text", ["", "12", "{}", '{"step": "x"}', "["])
-def test_a_mark_of_somebody_else_says_nothing(tmp_path: Path, text: str) -> None:
-    (tmp_path / "eval_snapshots").mkdir()
-    (tmp_path / "eval_snapshots" / "final.json").write_text(text)
-    assert not queue.is_over(tmp_path)
 
 
 def test_leftovers_go_and_nothing_else(tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def test_a_run_that_goes_back_deletes_what_lies_ahead_before_it_cuts_the_record(
     trainer = bench.trainer(nan_guard={"max_consecutive": 2}, max_steps=8)
     spoil(trainer, 4, 5)
     assert trainer.monitors is not None
-    rewind, go_back, seen = trainer.monitors.rewind, trainer.snapshots.go_back, []
+    rewind, go_back, seen = trainer.monitors.rewind, trainer.snapshots.go_on_from, []
 
     def claim_and_go_back(step: int) -> None:
         trainer.checkpointer.wait()
@@ -242,7 +242,7 @@ def test_a_run_that_goes_back_deletes_what_lies_ahead_before_it_cuts_the_record(
         seen.append((step, bench.names()))
         rewind(step)
 
-    trainer.snapshots.go_back = claim_and_go_back
+    trainer.snapshots.go_on_from = claim_and_go_back
     trainer.monitors.rewind = look_and_rewind
     bench.run(trainer)
     assert seen == [(3, ["step_2"])]
