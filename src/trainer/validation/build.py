@@ -102,7 +102,7 @@ def _build_sets(
         raise ConfigError.one("tokenizer.name", "held-out sets are scored per byte, which takes the tokenizer")
     counts = token_bytes(tokenizer, vocab_size)
     text_ids = torch.from_numpy(counts > 0).to(device)
-    prefix_id = _prefix_id(tokenizer) if config.context == "prefix" else None
+    prefix_id = _prefix_id(tokenizer, vocab_size) if config.context == "prefix" else None
     encoder = TextEncoder(tokenizer)
     tasks = []
     faults: list[Fault] = []
@@ -134,11 +134,14 @@ def _collecting(faults: list[Fault]) -> Generator[None]:
         faults.extend(error.faults)
 
 
-def _prefix_id(tokenizer: "PreTrainedTokenizerBase") -> int:
+def _prefix_id(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> int:
     bos_id, eos_id = _special_id(tokenizer, "bos_token_id"), _special_id(tokenizer, "eos_token_id")
     prefix_id = bos_id if bos_id is not None else eos_id
     if prefix_id is None:
         raise ConfigError.one("val.context", '"prefix" takes a BOS or EOS token, and the tokenizer has neither')
+    if prefix_id >= vocab_size:
+        message = f'"prefix" takes token {prefix_id} of the tokenizer, but the model\'s vocabulary has {vocab_size}'
+        raise ConfigError.one("val.context", message)
     return prefix_id
 
 

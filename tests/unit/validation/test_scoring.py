@@ -415,3 +415,27 @@ def test_what_a_model_reads_before_scored_tokens(
     assert validation is not None
     validation.run(Reader())  # type: ignore[arg-type]
     assert sorted(ids for ids in read if any(ids)) == sorted(expected)
+
+
+def test_a_prefix_takes_a_token_that_the_model_knows(
+    make_mesh: Callable[..., Any], write_shard: Callable[..., Path], tmp_path: Path
+) -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(["<eos>"])
+    suite = {"sets": [{"name": "set", "path": write_shard([[40, 41]])}], "seq_lens": [16], "context": "prefix"}
+    for eos, vocab_size, message in (
+        (None, 300, r'val\.context: "prefix" takes a BOS or EOS token, and the tokenizer has neither'),
+        ("<eos>", 256, r'val\.context: "prefix" takes token 256 of the tokenizer, but the model\'s vocabulary has 256'),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build_validation(
+                ValConfig.model_validate(suite),
+                tokenizer=PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=eos),
+                vocab_size=vocab_size,
+                mesh=make_mesh(),
+                pin_memory=False,
+                cache_dir=tmp_path / "cache",
+            )
