@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -98,12 +97,21 @@ class TokenPool:
         return out
 
     def take(self, positions: np.ndarray) -> np.ndarray:
-        """(n,) int64 token ids at ascending positions (n,) int64 in the pool."""
+        """(n,) int64 token ids at positions (n,) int64 in the pool, in any order."""
         out = np.empty(len(positions), np.int64)
-        borders = np.searchsorted(positions, self._starts)
-        for number, (first, last) in enumerate(pairwise(borders.tolist())):
-            if first < last:
-                out[first:last] = self._mapped(number).tokens[positions[first:last] - self._starts[number]]
+        for number, at in self._by_shard(positions):
+            out[at] = self._mapped(number).tokens[positions[at] - self._starts[number]]
+        return out
+
+    def take_loss(self, positions: np.ndarray) -> np.ndarray | None:
+        """(n,) bool: `loss_mask` of the tokens at positions (n,) int64, in any order."""
+        if not self._has_loss:
+            return None
+        out = np.ones(len(positions), np.bool_)
+        for number, at in self._by_shard(positions):
+            loss = self._mapped(number).loss
+            if loss is not None:
+                out[at] = loss[positions[at] - self._starts[number]] != 0
         return out
 
     def loss_mask(self, start: int, count: int) -> np.ndarray | None:
@@ -134,6 +142,13 @@ class TokenPool:
         if not 0 <= position < self.num_tokens:
             raise IndexError(f"token {position} of a pool of {self.num_tokens}")
         return int(np.searchsorted(self._starts, position, "right")) - 1
+
+    def _by_shard(self, positions: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Shard number, and which of the positions lie in it."""
+        numbers = np.searchsorted(self._starts, positions, "right") - 1
+        order = np.argsort(numbers, kind="stable")
+        found, firsts = np.unique(numbers[order], return_index=True)
+        return zip(found.tolist(), np.split(order, firsts[1:]), strict=False)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """(shard number, position relative to start, first and last + 1 token in the shard) of a range of tokens."""

@@ -78,7 +78,7 @@ def _roll(starts: np.ndarray, ends: np.ndarray, seq_len: int, own: np.ndarray) -
 def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sequence of every window, and its number among those of its sequence, from 0."""
     sequences = np.repeat(np.arange(len(counts)), counts)
-    return sequences, np.arange(len(sequences)) - (np.cumsum(counts) - counts)[sequences]
+    return sequences, np.arange(len(sequences)) - begins_of(counts)[sequences]
 
 
 def cut_continuations(
@@ -130,24 +130,50 @@ def _reasons(*, too_short: int, too_long: int = 0) -> dict[str, int]:
     return {reason: count for reason, count in ((TOO_SHORT, too_short), (TOO_LONG, too_long)) if count}
 
 
-def read_window(
-    windows: Windows, number: int, read: Callable[[int, int], np.ndarray], prefix_id: int | None
+def read_windows(
+    windows: Windows, numbers: np.ndarray, take: Callable[[np.ndarray], np.ndarray], prefix_id: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Input ids and labels of a window.
+    """What the model reads in some windows and what it is asked there, one window after the other.
 
     Args:
-        read: gives `count` token ids from a position of the stream on; it may give a view.
+        numbers: (n,) int64: which.
+        take: gives the token ids at positions (k,) int64 of the stream.
         prefix_id: the prefix token; None if no window has one.
 
     Returns:
-        (num_inputs,) int64 each, new arrays; labels are IGNORE_INDEX where a token is context.
+        (tokens,) int64 each, new arrays; labels are IGNORE_INDEX where a token is context.
     """
-    first, count = int(windows.first_labels[number]), int(windows.num_inputs[number])
-    if windows.prefixed[number]:
+    lengths, firsts, prefixed = windows.num_inputs[numbers], windows.first_labels[numbers], windows.prefixed[numbers]
+    begins, positions = begins_of(lengths), label_positions(windows, numbers)
+    labels = take(positions).astype(np.int64)
+    input_ids = np.empty_like(labels)
+    input_ids[1:] = labels[:-1]
+    input_ids[begins[~prefixed]] = take(firsts[~prefixed] - 1)
+    if prefixed.any():
         assert prefix_id is not None, "cut with a prefix"
-        ids = np.concatenate([[prefix_id], read(first, count)]).astype(np.int64)
-    else:
-        ids = read(first - 1, count + 1).astype(np.int64)
-    labels = ids[1:].copy()
-    labels[: windows.num_unscored[number]] = IGNORE_INDEX
-    return ids[:-1], labels
+        input_ids[begins[prefixed]] = prefix_id
+    labels[positions < np.repeat(firsts + windows.num_unscored[numbers], lengths)] = IGNORE_INDEX
+    return input_ids, labels
+
+
+def label_positions(windows: Windows, numbers: np.ndarray) -> np.ndarray:
+    """(tokens,) int64: where the labels of some windows lie in the stream, one window after the other."""
+    lengths = windows.num_inputs[numbers]
+    return np.arange(lengths.sum()) + np.repeat(windows.first_labels[numbers] - begins_of(lengths), lengths)
+
+
+def scored_bytes(labels: np.ndarray, lengths: np.ndarray, byte_counts: np.ndarray) -> np.ndarray:
+    """(n,) int64: UTF-8 bytes that the scored tokens of each window spell.
+
+    Args:
+        labels: (tokens,) int64 of read_windows.
+        lengths: (n,) labels of each window, at least one.
+        byte_counts: (vocab_size,) int64 of each token.
+    """
+    spelled = np.where(labels == IGNORE_INDEX, 0, byte_counts[np.maximum(labels, 0)])
+    return np.add.reduceat(spelled, begins_of(lengths))
+
+
+def begins_of(lengths: np.ndarray) -> np.ndarray:
+    """(n,) int64: where pieces of these lengths begin that lie one after the other from 0 on."""
+    return np.cumsum(lengths, dtype=np.int64) - lengths

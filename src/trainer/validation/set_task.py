@@ -7,8 +7,11 @@ from configs.errors import ConfigError
 from models.batch import IGNORE_INDEX
 from trainer.data.packing import pack
 from trainer.errors import RunError
+from trainer.validation.cut import begins_of
 from trainer.validation.task import Filled, TaskReport, padding_rows
 from trainer.validation.windows import KEY, LikelihoodSet, Scores
+
+_NO_WINDOWS = np.empty(0, np.int64)
 
 
 class SetTask:
@@ -83,27 +86,27 @@ class SetTask:
 
     def fill(self, rows: np.ndarray) -> Filled:
         out = padding_rows(len(rows), self.seq_len)
-        pieces: list[int] = []
-        counts: list[tuple[int, int]] = []
-        for slot, row in enumerate(rows.tolist()):
-            lengths, position = [], 0
-            for number in self._rows.pieces_of(row).tolist() if row >= 0 else []:
-                piece = self.set.read(self._windows, number)
-                end = position + len(piece.input_ids)
-                out.input_ids[slot, position:end] = piece.input_ids
-                out.labels[slot, position:end] = piece.labels
-                pieces.append(number)
-                counts.append((int(np.count_nonzero(piece.labels != IGNORE_INDEX)), piece.num_bytes))
-                lengths.append(end - position)
-                position = end
-            padding = self.seq_len - position
-            if padding:
-                pieces.append(-1)
-                counts.append((0, 0))
-                lengths.append(padding)
+        # All windows of the pass at once: short ones come by hundreds, and a loop would be slower than the device.
+        of_rows = [self._rows.pieces_of(row) if row >= 0 else _NO_WINDOWS for row in rows.tolist()]
+        numbers = np.concatenate(of_rows)
+        read = self.set.read(self._windows, numbers)
+        pieces, start = [], 0
+        for slot, own in enumerate(of_rows):
+            lengths = self._windows.num_inputs[own].astype(np.int64)
+            length = int(lengths.sum())
+            out.input_ids[slot, :length] = read.input_ids[start : start + length]
+            out.labels[slot, :length] = read.labels[start : start + length]
+            start += length
+            padding = self.seq_len - length
             out.num_padding[slot] = padding
-            out.segment_lengths[slot] = np.array(lengths, np.int64)
-        return Filled(rows=out, pieces=np.array(pieces), counts=np.array(counts))
+            out.segment_lengths[slot] = np.append(lengths, padding) if padding else lengths
+            pieces.append(np.append(own, -1) if padding else own)
+        pieces = np.concatenate(pieces)
+        begins = begins_of(self._windows.num_inputs[numbers])
+        counts = np.zeros((len(pieces), 2), np.int64)
+        counts[pieces >= 0, 0] = np.add.reduceat(read.labels != IGNORE_INDEX, begins, dtype=np.int64)
+        counts[pieces >= 0, 1] = read.num_bytes
+        return Filled(rows=out, pieces=pieces, counts=counts)
 
     def report(self, results: np.ndarray) -> TaskReport:
         # bincount adds up one after the other, so a sequence's sum is that of its windows in their order.

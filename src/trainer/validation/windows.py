@@ -38,17 +38,17 @@ class Windows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A window, read."""
+class Pieces:
+    """Windows, read: one after the other."""
 
     input_ids: np.ndarray
-    """(num_inputs,) int64"""
+    """(tokens,) int64: num_inputs of each"""
 
     labels: np.ndarray
-    """(num_inputs,) int64; IGNORE_INDEX where a token is not scored"""
+    """(tokens,) int64; IGNORE_INDEX where a token is not scored"""
 
-    num_bytes: int
-    """UTF-8 bytes of text that the scored tokens spell."""
+    num_bytes: np.ndarray
+    """(windows,) int64: UTF-8 bytes of text that the scored tokens of each spell"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,11 +136,11 @@ class LikelihoodSet(Protocol):
         """
         ...
 
-    def read(self, windows: Windows, number: int) -> Piece:
-        """Window `number` of `windows`.
+    def read(self, windows: Windows, numbers: np.ndarray) -> Pieces:
+        """Some of the windows, by their numbers (n,) int64.
 
         Raises:
-            RunError: the file changed, or the window holds ids that the model has no embedding for.
+            RunError: the file changed, or a window holds ids that the model has no embedding for.
         """
         ...
 

@@ -24,7 +24,7 @@ def make_set(folder: Path, prefix_id: int | None) -> TokenFolder:
 
 def read_windows(set_: TokenFolder, seq_len: int) -> list[tuple[list[int], list[int]]]:
     windows = set_.windows(seq_len)
-    pieces = [set_.read(windows, number) for number in range(len(windows.sequences))]
+    pieces = [set_.read(windows, np.array([number])) for number in range(len(windows.sequences))]
     return [(piece.input_ids.tolist(), piece.labels.tolist()) for piece in pieces]
 
 

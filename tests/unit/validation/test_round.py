@@ -23,7 +23,7 @@ from trainer.validation import scoring as scoring_module
 from trainer.validation.filling import filled_ahead
 from trainer.validation.results import add_up, segment_sums
 from trainer.validation.set_task import SetTask
-from trainer.validation.windows import DocumentScores, Piece, Scores, Windows
+from trainer.validation.windows import DocumentScores, Pieces, Scores, Windows
 
 VOCAB = 384
 TEXT_IDS = torch.arange(VOCAB) >= 2
@@ -61,12 +61,15 @@ class HandSet:
             left_out={},
         )
 
-    def read(self, windows: Windows, number: int) -> Piece:
-        if number == self.broken:
-            raise RunError(f"text {number} is gone")
-        ids = np.array(self.texts[number])
-        labels = ids[1:].copy()
-        return Piece(input_ids=ids[:-1], labels=labels, num_bytes=2 * int((labels >= 2).sum()))
+    def read(self, windows: Windows, numbers: np.ndarray) -> Pieces:
+        if self.broken in numbers:
+            raise RunError(f"text {self.broken} is gone")
+        texts = [np.array(self.texts[number]) for number in numbers.tolist()]
+        return Pieces(
+            input_ids=np.concatenate([np.empty(0, np.int64), *(text[:-1] for text in texts)]),
+            labels=np.concatenate([np.empty(0, np.int64), *(text[1:] for text in texts)]),
+            num_bytes=np.array([2 * int((text[1:] >= 2).sum()) for text in texts], np.int64),
+        )
 
     def metrics(self, scores: Scores) -> dict[str, float]:
         sums = {"nats": scores.nats, "text_nats": scores.text_nats, "hits": scores.hits}

@@ -28,8 +28,8 @@ def make_set(folder: Path, **others: Any) -> TokenFolder:
 
 def read_labels(set_: LikelihoodSet, seq_len: int) -> list[tuple[list[int], int]]:
     windows = set_.windows(seq_len)
-    pieces = [set_.read(windows, number) for number in range(len(windows.sequences))]
-    return [(piece.labels.tolist(), piece.num_bytes) for piece in pieces]
+    pieces = [set_.read(windows, np.array([number])) for number in range(len(windows.sequences))]
+    return [(piece.labels.tolist(), int(piece.num_bytes[0])) for piece in pieces]
 
 
 def test_bytes_are_those_of_the_scored_tokens(write_shard: Callable[..., Path]) -> None:
@@ -110,9 +110,9 @@ def test_metrics_and_records(write_shard: Callable[..., Path]) -> None:
 def test_ids_beyond_the_vocabulary_are_named(write_shard: Callable[..., Path]) -> None:
     set_ = make_set(write_shard([[40, 41, EOS], [42, 60, EOS]]))
     windows = set_.windows(8)
-    assert set_.read(windows, 0).labels.tolist() == [41, EOS]
+    assert set_.read(windows, np.array([0])).labels.tolist() == [41, EOS]
     with pytest.raises(RunError, match=r"held-out set held: .*\.ds: token 4 has id 60, but the model's vocabulary"):
-        set_.read(windows, 1)
+        set_.read(windows, np.array([0, 1]))
 
 
 def test_a_damaged_index_is_named(write_shard: Callable[..., Path]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.batch import IGNORE_INDEX
-from trainer.validation.cut import TOO_LONG, TOO_SHORT, cut_continuations, cut_text, read_window
+from trainer.validation.cut import TOO_LONG, TOO_SHORT, cut_continuations, cut_text, read_windows
 from trainer.validation.windows import Windows
 
 PREFIX = 999
@@ -21,13 +21,14 @@ QUICK = settings(max_examples=150, deadline=None)
 def read_all(windows: Windows, stream: np.ndarray) -> list[tuple[int, list[int], list[int]]]:
     """Sequence, input ids and labels of every window."""
 
-    def read(start: int, count: int) -> np.ndarray:
-        assert start >= 0 and start + count <= len(stream)
-        return stream[start : start + count]
+    def take(positions: np.ndarray) -> np.ndarray:
+        assert (positions >= 0).all()
+        return stream[positions]
 
-    pieces = [read_window(windows, number, read, PREFIX) for number in range(len(windows.sequences))]
-    pairs = zip(windows.sequences.tolist(), pieces, strict=True)
-    return [(sequence, input_ids.tolist(), labels.tolist()) for sequence, (input_ids, labels) in pairs]
+    input_ids, labels = read_windows(windows, np.arange(len(windows.sequences)), take, PREFIX)
+    borders = np.cumsum(windows.num_inputs)[:-1]
+    pieces = zip(windows.sequences.tolist(), np.split(input_ids, borders), np.split(labels, borders), strict=False)
+    return [(sequence, of_input.tolist(), of_labels.tolist()) for sequence, of_input, of_labels in pieces]
 
 
 def scored_in(pieces: list[tuple[int, list[int], list[int]]]) -> list[int]:
@@ -222,6 +223,6 @@ def test_a_window_is_a_copy() -> None:
     stream = np.arange(8, dtype=np.uint16)
     stream.flags.writeable = False
     windows = cut_text(np.array([8]), 6, prefix=True)
-    input_ids, labels = read_window(windows, 1, lambda start, count: stream[start : start + count], PREFIX)
+    input_ids, labels = read_windows(windows, np.array([1]), stream.__getitem__, PREFIX)
     assert [input_ids.tolist(), labels.tolist()] == [[1, 2, 3, 4, 5, 6], [IGNORE_INDEX] * 4 + [6, 7]]
     assert input_ids.dtype == labels.dtype == np.int64

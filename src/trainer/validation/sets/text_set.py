@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from configs.errors import ConfigError
-from models.batch import IGNORE_INDEX
 from trainer.data.errors import DataError
 from trainer.data.row import Track
-from trainer.validation.cut import cut_continuations, cut_text, read_window
+from trainer.validation.cut import cut_continuations, cut_text, read_windows, scored_bytes
 from trainer.validation.metrics import (
     Options,
     choice_metrics,
@@ -27,7 +26,7 @@ from trainer.validation.sets.encode import BORDER, CHANGED
 from trainer.validation.sets.kinds import Kind
 from trainer.validation.sets.rows import open_rows
 from trainer.validation.sets.text_encoder import TextEncoder
-from trainer.validation.windows import KEY, DocumentScores, Piece, Scores, Windows
+from trainer.validation.windows import KEY, DocumentScores, Pieces, Scores, Windows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,15 +133,14 @@ class TextSet:
             documents=self._sequences["document"],
         )
 
-    def read(self, windows: Windows, number: int) -> Piece:
+    def read(self, windows: Windows, numbers: np.ndarray) -> Pieces:
         prefix_id = None if self._prefix is None else self._prefix.id
-        input_ids, labels = read_window(windows, number, self._read_ids, prefix_id)
-        num_bytes = int(self._byte_counts[labels[labels != IGNORE_INDEX]].sum())
-        sequence = windows.sequences[number]
-        first_scored = windows.first_labels[number] + windows.num_unscored[number]
-        if self._sequences["leading_space"][sequence] and first_scored == self._starts[sequence]:
-            num_bytes -= 1
-        return Piece(input_ids=input_ids, labels=labels, num_bytes=num_bytes)
+        input_ids, labels = read_windows(windows, numbers, self._ids.__getitem__, prefix_id)
+        num_bytes = scored_bytes(labels, windows.num_inputs[numbers], self._byte_counts)
+        sequences = windows.sequences[numbers]
+        first_scored = windows.first_labels[numbers] + windows.num_unscored[numbers]
+        num_bytes -= self._sequences["leading_space"][sequences] * (first_scored == self._starts[sequences])
+        return Pieces(input_ids=input_ids, labels=labels, num_bytes=num_bytes)
 
     def metrics(self, scores: Scores) -> dict[str, float]:
         match self.kind:
@@ -166,9 +164,6 @@ class TextSet:
                 return pair_records(scores, self._options, numbers[self._options.borders[:-1]])
             case "choices":
                 return choice_records(scores, self._options, numbers[self._options.borders[:-1]])
-
-    def _read_ids(self, start: int, count: int) -> np.ndarray:
-        return self._ids[start : start + count]
 
     @cached_property
     def _starts(self) -> np.ndarray:

@@ -11,9 +11,9 @@ from models.batch import IGNORE_INDEX
 from trainer.data.row import RowError
 from trainer.data.shards import TokenPool
 from trainer.errors import RunError
-from trainer.validation.cut import cut_text, read_window
+from trainer.validation.cut import cut_text, label_positions, read_windows, scored_bytes
 from trainer.validation.metrics import text_metrics, text_records
-from trainer.validation.windows import KEY, DocumentScores, Piece, Scores, Windows
+from trainer.validation.windows import KEY, DocumentScores, Pieces, Scores, Windows
 
 
 class TokenFolder:
@@ -92,25 +92,25 @@ class TokenFolder:
     def windows(self, seq_len: int) -> Windows:
         return cut_text(self._ends, seq_len, prefix=self._prefix_id is not None, prefixed=self._begin_prefixed)
 
-    def read(self, windows: Windows, number: int) -> Piece:
+    def read(self, windows: Windows, numbers: np.ndarray) -> Pieces:
         try:
-            input_ids, labels = read_window(windows, number, self._read_ids, self._prefix_id)
-            counted = self._pool.loss_mask(int(windows.first_labels[number]), len(labels))
+            input_ids, labels = read_windows(windows, numbers, self._take, self._prefix_id)
+            counted = self._pool.take_loss(label_positions(windows, numbers))
         except RowError as error:
             raise RunError(f"held-out set {self.name}: {error}") from error
         if counted is not None:
             labels[~counted] = IGNORE_INDEX
-        num_bytes = int(self._byte_counts[labels[labels != IGNORE_INDEX]].sum())
-        return Piece(input_ids=input_ids, labels=labels, num_bytes=num_bytes)
+        num_bytes = scored_bytes(labels, windows.num_inputs[numbers], self._byte_counts)
+        return Pieces(input_ids=input_ids, labels=labels, num_bytes=num_bytes)
 
-    def _read_ids(self, start: int, count: int) -> np.ndarray:
-        ids = self._pool.read(start, count)
+    def _take(self, positions: np.ndarray) -> np.ndarray:
+        ids = self._pool.take(positions)
         vocab_size = len(self._byte_counts)
-        if ids.max() >= vocab_size:
-            position = int(np.argmax(ids >= vocab_size))
-            file, offset = self._pool.locate(start + position)
+        beyond = np.flatnonzero(ids >= vocab_size)
+        if beyond.size:
+            file, offset = self._pool.locate(int(positions[beyond[0]]))
             raise RowError(
-                f"{file}: token {offset} has id {ids[position]}, but the model's vocabulary has {vocab_size}"
+                f"{file}: token {offset} has id {ids[beyond[0]]}, but the model's vocabulary has {vocab_size}"
             )
         return ids
 

@@ -4,6 +4,7 @@ import random
 import unicodedata
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -37,7 +38,7 @@ CHANGED = {
 
 def scored_bytes(set_: TextSet, seq_len: int) -> int:
     windows = set_.windows(seq_len)
-    return sum(set_.read(windows, number).num_bytes for number in range(len(windows.sequences)))
+    return int(set_.read(windows, np.arange(len(windows.sequences))).num_bytes.sum())
 
 
 @pytest.mark.parametrize("seq_len", [2, 5, 64])
@@ -83,7 +84,7 @@ def test_a_space_of_the_tokenizers_own_counts_nothing(make_set: Callable[..., Te
     """Llama 2: "the" is ▁the, four bytes of which the text has three."""
     set_ = make_set([{"text": "the the"}], family="SentencePiece, Prepend", prefix_id=7)
     windows = set_.windows(8)
-    piece = set_.read(windows, 0)
+    piece = set_.read(windows, np.array([0]))
     assert piece.input_ids[0] == 7
     assert piece.labels.size == 2 and piece.labels[0] == piece.labels[1]
     assert piece.num_bytes == 7
@@ -119,7 +120,7 @@ def test_changed_text_is_told_and_counts_as_it_is_spelled(
 
 def test_text_that_spells_a_control_token_is_text(make_set: Callable[..., TextSet]) -> None:
     set_ = make_set([{"text": "<|bos|>"}], prefix_id=1)
-    piece = set_.read(set_.windows(64), 0)
+    piece = set_.read(set_.windows(64), np.array([0]))
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     assert "".join(letters[label] for label in piece.labels) == "<|bos|>"
     assert piece.num_bytes == 7

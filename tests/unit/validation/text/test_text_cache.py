@@ -40,8 +40,8 @@ def rows_file(tmp_path: Path) -> Path:
 
 def content(set_: TextSet) -> list[tuple[list[int], list[int], int]]:
     windows = set_.windows(4)
-    read = (set_.read(windows, number) for number in range(len(windows.sequences)))
-    return [(piece.input_ids.tolist(), piece.labels.tolist(), piece.num_bytes) for piece in read]
+    read = (set_.read(windows, np.array([number])) for number in range(len(windows.sequences)))
+    return [(piece.input_ids.tolist(), piece.labels.tolist(), int(piece.num_bytes[0])) for piece in read]
 
 
 def test_a_set_is_tokenised_once(make_set: Callable[..., TextSet], rows_file: Path, counter: Counter) -> None:
@@ -136,4 +136,4 @@ def test_a_million_documents_are_cut_without_a_loop(
     set_._ids = np.zeros(3 * count, np.int32)
     windows = set_.windows(2)
     assert len(windows.sequences) == count
-    assert set_.read(windows, count - 1).labels.tolist() == [0]
+    assert set_.read(windows, np.array([count - 1])).labels.tolist() == [0]

@@ -26,7 +26,7 @@ def pieces(set_: TextSet, seq_len: int = 256) -> list[Scored]:
     windows = set_.windows(seq_len)
     found = []
     for number in range(len(windows.sequences)):
-        piece = set_.read(windows, number)
+        piece = set_.read(windows, np.array([number]))
         scored = piece.labels[piece.labels != IGNORE_INDEX].tolist()
         ids = [*piece.input_ids.tolist(), int(piece.labels[-1])]
         found.append((ids[: -len(scored)], scored))
@@ -40,9 +40,9 @@ def scores_of(set_: TextSet, nats: list[float], hits: list[int] | None = None) -
         name: np.zeros(set_.num_sequences) for name in ("nats", "text_nats", "num_tokens", "num_bytes", "hits")
     }
     for number, sequence in enumerate(windows.sequences.tolist()):
-        piece = set_.read(windows, number)
+        piece = set_.read(windows, np.array([number]))
         all_["num_tokens"][sequence] = np.count_nonzero(piece.labels != IGNORE_INDEX)
-        all_["num_bytes"][sequence] = piece.num_bytes
+        all_["num_bytes"][sequence] = piece.num_bytes[0]
     all_["nats"][windows.sequences] = all_["text_nats"][windows.sequences] = nats
     if hits is not None:
         all_["hits"][windows.sequences] = hits
