@@ -1,7 +1,7 @@
 """Tokenised sets of text on disk: made once, then found by every rank, round and run whose tokens would be the same."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -23,7 +23,7 @@ from trainer.validation.windows import KEY
 if TYPE_CHECKING:
     from trainer.data.tables.file_part import FilePart
 
-_FORMAT = 1
+_FORMAT = 2
 """Goes up with every change of what the files hold, or of how rows become tokens."""
 
 _TOKENS, _SEQUENCES, _RECORD = "tokens.bin", "sequences.bin", "cache.json"
@@ -138,19 +138,30 @@ def _build(new: Path, folder: CacheFolder, work: Work, track: Track) -> None:
         tally = _Tally()
         with ExitStack() as stack:
             with folder.named_faults():
-                files = [stack.enter_context((new / name).open("xb")) for name in (_TOKENS, _SEQUENCES)]
+                opened = [(new / name).open("xb") for name in (_TOKENS, _SEQUENCES)]
+                files = [stack.enter_context(_quiet_after_faults(file)) for file in opened]
             for chunk in RowEncoder(work.part, work.kind, work.encoder).chunks(num_rows):
                 with folder.named_faults():
                     tally.write(chunk, files)
                 track(what, tally.num_rows, num_rows)
             with folder.named_faults():
                 for file in files:
-                    file.flush()
+                    file.close()
         record = tally.record(folder.path.name, work.part.place)
     except PlacedError as error:
         raise ConfigError.one(KEY, str(error)) from error
     with folder.named_faults():
         (new / _RECORD).write_bytes(_ADAPTER.dump_json(record, indent=1))
+
+
+@contextmanager
+def _quiet_after_faults(file: IO[bytes]) -> Iterator[IO[bytes]]:
+    """Closes a file that may be closed. What it cannot write any more was a fault before."""
+    try:
+        yield file
+    finally:
+        with suppress(OSError):
+            file.close()
 
 
 @dataclass(kw_only=True)

@@ -123,6 +123,21 @@ def test_a_full_disk_is_no_fault_of_the_config(
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_a_disk_that_is_full_when_the_buffers_are_written_is_named_too(
+    make_set: Callable[..., TextSet], rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few rows fit into the buffer of their file: writing them succeeds, and closing the file fails again."""
+    open_as_asked = Path.open
+
+    def open_on_full_disk(path: Path, mode: str = "r", **options: Any) -> Any:
+        return open_as_asked(Path("/dev/full"), "wb") if mode == "xb" else open_as_asked(path, mode, **options)
+
+    monkeypatch.setattr(Path, "open", open_on_full_disk)
+    with pytest.raises(RunError, match=r"No space left on device.*give another folder as val\.cache_dir"):
+        make_set(rows_file)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
 def test_a_million_documents_are_cut_without_a_loop(
     make_set: Callable[..., TextSet], rows_file: Path, tmp_path: Path
 ) -> None:
