@@ -7,8 +7,8 @@ import errno
 import os
 import re
 import socket
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -16,6 +16,8 @@ from typing import TextIO
 from pydantic import BaseModel
 
 from configs.errors import ConfigError
+from configs.launch import RUN_CONFIG
+from configs.sft import SFTConfig
 from trainer.errors import RunError
 from trainer.files import write_whole
 from trainer.locks import try_lock
@@ -30,9 +32,6 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAME
 @dataclass(frozen=True, kw_only=True)
 class Use:
     """What a folder is for."""
-
-    config_name: str
-    """File of its resolved config, in the folder `configs`."""
 
     what: str
     """Who works there, for messages: "a run"."""
@@ -71,8 +70,9 @@ def unusable(folder: Path, use: Use, error: OSError) -> ConfigError | RunError:
     return RunError(f"{use.folder} {folder} cannot be used: {message}")
 
 
-def take(folder: Path, use: Use, say: Callable[[str], None]) -> TextIO:
-    """Take the folder for this launcher and, later, its workers.
+@contextmanager
+def taken(folder: Path, use: Use, say: Callable[[str], None]) -> Iterator[TextIO]:
+    """Make the folder and take it for this launcher and, later, its workers; give it up if the body fails.
 
     The launcher ends up with a shared lock, as each worker does (see `share`), and a newcomer asks for an exclusive
     one: so the folder is in use as long as any process of the attempt lives.
@@ -81,9 +81,22 @@ def take(folder: Path, use: Use, say: Callable[[str], None]) -> TextIO:
         say: told that the file system has no locks.
 
     Raises:
-        ConfigError: it is in use.
-        OSError: it cannot be written.
+        ConfigError: it is in use, or cannot be written.
+        RunError: it cannot be used for another reason, such as a full disk.
     """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _take(folder, use, say)
+        try:
+            yield lock
+        except BaseException:
+            lock.close()
+            raise
+    except OSError as error:
+        raise unusable(folder, use, error) from error
+
+
+def _take(folder: Path, use: Use, say: Callable[[str], None]) -> TextIO:
     # Emptied below: a link put there by another user must not lead to a file of ours.
     lock = os.fdopen(os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
     try:
@@ -135,14 +148,18 @@ def is_in_use(folder: Path) -> bool | None:
 def refuse_living(folder: Path, use: Use) -> None:
     """
     Raises:
-        ConfigError: the folder is in use.
+        ConfigError: the folder is in use, or cannot be looked at.
+        RunError: as `taken`.
     """
     path = folder / LOCK_NAME
-    if not path.exists():
-        return
-    with path.open("r+") as lock:
-        if try_lock(lock) is False:
-            raise _in_use(folder, use)
+    try:
+        if not path.exists():
+            return
+        with path.open("r+") as lock:
+            if try_lock(lock) is False:
+                raise _in_use(folder, use)
+    except OSError as error:
+        raise unusable(folder, use, error) from error
 
 
 def _in_use(folder: Path, use: Use) -> ConfigError:
@@ -155,7 +172,7 @@ def _in_use(folder: Path, use: Use) -> ConfigError:
     return ConfigError.one(use.name_key, message + use.way_out)
 
 
-def lay_out(folder: Path, use: Use, config: BaseModel, lock: TextIO, *, is_beside: bool = False) -> Attempt:
+def lay_out(folder: Path, config: SFTConfig, lock: TextIO, *, is_beside: bool = False) -> Attempt:
     """A new attempt in a folder that was taken: its logs, and its config.
 
     Args:
@@ -167,9 +184,9 @@ def lay_out(folder: Path, use: Use, config: BaseModel, lock: TextIO, *, is_besid
     number = _next_attempt(folder)
     attempt_logs(folder, number).mkdir(parents=True)
     _replace_link(folder / "logs" / "latest", attempt_logs(folder, number).name)
-    write_config(config, attempt_config(folder, number, use.config_name))
+    write_config(config, attempt_config(folder, number))
     if not is_beside:
-        write_config(config, folder / "configs" / use.config_name)
+        write_config(config, folder / RUN_CONFIG)
     return Attempt(dir=folder, number=number, lock=lock)
 
 

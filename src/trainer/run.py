@@ -6,7 +6,7 @@
 <run_dir>/logs/attempt_N/rank_R.error.json    why rank R failed, if it did
 <run_dir>/logs/latest                         link to the newest attempt's folder
 
-An eval-worker has the same in <run_dir>/eval_worker, with eval_worker.json for sft.json.
+An eval-worker has the same in <run_dir>/eval_worker, and its own config in configs/attempt_N/eval_worker.json.
 """
 
 import signal
@@ -58,12 +58,8 @@ class Run:
     stop: StopSignal
 
 
-def attempt_config(run_dir: Path, attempt: int, name: str) -> Path:
-    """
-    Args:
-        name: of the config's file.
-    """
-    return run_dir / "configs" / f"attempt_{attempt}" / name
+def attempt_config(run_dir: Path, attempt: int) -> Path:
+    return run_dir / "configs" / f"attempt_{attempt}" / "sft.json"
 
 
 def attempt_logs(run_dir: Path, attempt: int) -> Path:

@@ -13,21 +13,15 @@ from configs.errors import ConfigError
 from configs.launch import RUN_CONFIG
 from configs.model import is_hub_id
 from configs.sft import SFTConfig
-from trainer.attempts import LOCK_NAME, Attempt, Use, lay_out, refuse_living, take, unusable, write_config
+from trainer.attempts import LOCK_NAME, Attempt, Use, lay_out, refuse_living, taken, unusable, write_config
 
 EVAL_WORKER = "eval_worker"
 """Folder in a run directory in which its eval-worker works."""
 
-_RUN = Use(
-    config_name=RUN_CONFIG.name, what="a run", folder="the run directory", name_key="run.name", place_key="output_dir"
-)
+_RUN = Use(what="a run", folder="the run directory", name_key="run.name", place_key="output_dir")
 
 EVAL_WORKER_USE = Use(
-    config_name="eval_worker.json",
-    what="an eval-worker",
-    folder="the eval-worker's directory",
-    name_key="run_dir",
-    place_key="run_dir",
+    what="an eval-worker", folder="the eval-worker's directory", name_key="run_dir", place_key="run_dir"
 )
 """Of the folder EVAL_WORKER in a run directory."""
 
@@ -111,20 +105,12 @@ def open_run_dir(config: SFTConfig, say: Callable[[str], None]) -> Attempt:
         RunError: the directory cannot be used for another reason, such as a full disk.
     """
     run_dir = run_dir_of(config)
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = take(run_dir, _RUN, say)
-        try:
-            _refuse_contents(config, run_dir)
-            if config.clean and _is_used(run_dir):
-                _clean(run_dir)
-                say(f"clean: deleted what {run_dir} held")
-            return lay_out(run_dir, _RUN, config, lock, is_beside=config.only_scores and _is_used(run_dir))
-        except BaseException:
-            lock.close()
-            raise
-    except OSError as error:
-        raise unusable(run_dir, _RUN, error) from error
+    with taken(run_dir, _RUN, say) as lock:
+        _refuse_contents(config, run_dir)
+        if config.clean and _is_used(run_dir):
+            _clean(run_dir)
+            say(f"clean: deleted what {run_dir} held")
+        return lay_out(run_dir, config, lock, is_beside=config.only_scores and _is_used(run_dir))
 
 
 def write_dry_run(config: SFTConfig) -> Path:

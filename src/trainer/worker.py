@@ -12,19 +12,15 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from configs.errors import ConfigError
-from configs.eval_worker import EvalWorkerConfig
-from configs.launch import RUN_CONFIG
 from configs.safe_text import safe, star_secrets
 from configs.sft import SFTConfig
 from trainer.attempts import share
 from trainer.errors import PeerError, RunError
 from trainer.logs import RankLog, open_rank_log, setup_logging
 from trainer.run import Run, StopSignal, attempt_config, ignore_stop_signals, rank_error, rank_log
-
-C = TypeVar("C", SFTConfig, EvalWorkerConfig)
 
 _PR_SET_PDEATHSIG = 1
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -33,12 +29,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REPORT_BYTES = 1 << 15
 
 
-def run_worker(
-    work: Callable[[C, Run], None],
-    argv: list[str],
-    config_class: type[C] = SFTConfig,
-    config_name: str = RUN_CONFIG.name,
-) -> NoReturn:
+def run_worker(work: Callable[[SFTConfig, Run], None], argv: list[str]) -> NoReturn:
     """Call `work` as the rank that the environment names, and end the process.
 
     Exit code 0 when it is done. A failure is written into the rank's log and error file, with exit code 2 for a
@@ -48,8 +39,6 @@ def run_worker(
 
     Args:
         argv: what the launcher appends to its command: run directory, attempt, its process id.
-        config_class: of the attempt's config; it has a `[log]`.
-        config_name: its file.
     """
     run_dir, attempt, launcher_pid = Path(argv[0]), int(argv[1]), int(argv[2])
     rank = int(os.environ["RANK"])
@@ -62,7 +51,7 @@ def run_worker(
         _reserve(report)
         # Held until this process is gone, whatever becomes of the launcher.
         _lock = share(run_dir)
-        config = config_class.model_validate_json(attempt_config(run_dir, attempt, config_name).read_text())
+        config = SFTConfig.model_validate_json(attempt_config(run_dir, attempt).read_text())
         setup_logging(log, level=config.log.level)
         work(config, Run(dir=run_dir, attempt=attempt, stop=stop))
     except BaseException as error:

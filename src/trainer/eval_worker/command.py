@@ -44,12 +44,14 @@ def _start_unless_ended(config: "EvalWorkerConfig") -> int:
 
 
 def _start(config: "EvalWorkerConfig") -> int:
-    from trainer.eval_worker.place import open_place, refuse_second
+    from trainer.attempts import refuse_living
+    from trainer.eval_worker.attempt import open_attempt
     from trainer.eval_worker.training import await_training, scored_config
     from trainer.launch import count_workers
+    from trainer.run_dir import EVAL_WORKER, EVAL_WORKER_USE
 
     training = await_training(config, say)
-    refuse_second(config.run_dir)
+    refuse_living(config.run_dir / EVAL_WORKER, EVAL_WORKER_USE)
     scored = scored_config(config, training)
     num_workers = count_workers(config.deployment)
     # Imports models and transformers, which take seconds.
@@ -58,6 +60,6 @@ def _start(config: "EvalWorkerConfig") -> int:
     lines = preflight_scoring(scored, run_dir=config.run_dir, world_size=num_workers, say=say, has_checkpoint=False)
     for line in lines:
         say(line)
-    attempt = open_place(config, scored, say)
+    attempt = open_attempt(config, scored, say)
     say(f"eval-worker: {attempt.dir}, attempt {attempt.number}")
     return launch_attempt(attempt, config.deployment, num_workers, WORKER_COMMAND)

@@ -48,7 +48,7 @@ def find_training(run_dir: Path) -> SFTConfig | None:
     """
     path = run_dir / RUN_CONFIG
     try:
-        if not attempt_config(run_dir, 0, RUN_CONFIG.name).is_file() or not path.is_file():
+        if not attempt_config(run_dir, 0).is_file() or not path.is_file():
             return None
         training = SFTConfig.model_validate_json(path.read_bytes())
     except OSError as error:

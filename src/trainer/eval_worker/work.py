@@ -15,7 +15,7 @@ from configs.sft import SFTConfig
 from trainer.checkpoint import read_state
 from trainer.checkpoint.agreement import agree, on_rank_0
 from trainer.errors import RunError
-from trainer.eval_worker.place import scored_of
+from trainer.eval_worker.attempt import read_own_config
 from trainer.evaluate import Evaluator
 from trainer.monitors import EvalMonitors, open_eval_monitors
 from trainer.parallel.mesh import Mesh, build_mesh
@@ -42,14 +42,18 @@ class _Look:
     """Nothing waits, and nothing more will come."""
 
 
-def score_snapshots(config: EvalWorkerConfig, run: Run) -> None:
+def score_snapshots(scored: SFTConfig, run: Run) -> None:
     """Score the snapshots of a run until its last one is scored, or a signal asks to stop. Called in every worker.
+
+    Args:
+        scored: see `trainer.eval_worker.training.scored_config`.
 
     Raises:
         ConfigError: what the configs point to cannot be used.
         RunError: the work failed for a reason that can be named.
     """
-    worker = SnapshotScorer(config, scored_of(run.dir, run.attempt), run, build_mesh(config.deployment.timeout_seconds))
+    config = read_own_config(run.dir, run.attempt)
+    worker = SnapshotScorer(config, scored, run, build_mesh(scored.deployment.timeout_seconds))
     try:
         worker.run()
     except BaseException:
@@ -63,10 +67,7 @@ class SnapshotScorer:
     """One rank of an eval-worker. `run` is collective."""
 
     def __init__(self, config: EvalWorkerConfig, scored: SFTConfig, run: Run, mesh: Mesh) -> None:
-        """
-        Args:
-            scored: see `trainer.eval_worker.training.scored_config`.
-        """
+        """Arguments as in `score_snapshots`."""
         self._config, self._scored, self._run, self._mesh = config, scored, run, mesh
         self._run_dir = config.run_dir
         self._evaluator = Evaluator(scored, config.run_dir, mesh)

@@ -79,7 +79,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path, tiny
     }
     config = SFTConfig.model_validate(values)
     run_dir = folder / "one"
-    for path in (attempt_config(run_dir, 0, "sft.json"), run_dir / RUN_CONFIG):
+    for path in (attempt_config(run_dir, 0), run_dir / RUN_CONFIG):
         write_config(config, path)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():

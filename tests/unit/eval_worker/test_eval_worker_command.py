@@ -10,8 +10,8 @@ from configs.checkpoint import ResumeConfig
 from configs.errors import ConfigError
 from configs.eval_worker import EvalWorkerConfig
 from configs.launch import RUN_CONFIG
+from trainer.eval_worker.attempt import open_attempt
 from trainer.eval_worker.command import run_eval_worker
-from trainer.eval_worker.place import open_place
 from trainer.eval_worker.training import find_training
 from trainer.run_dir import check_run_dir
 
@@ -100,7 +100,7 @@ def test_a_bad_set_is_refused_before_anything_is_claimed(
 
 
 def test_a_second_worker_is_refused_and_told_of_the_first(bench, capsys: pytest.CaptureFixture[str]) -> None:
-    attempt = open_place(EvalWorkerConfig(run_dir=bench.run_dir), bench.training, print)
+    attempt = open_attempt(EvalWorkerConfig(run_dir=bench.run_dir), bench.training, print)
     try:
         assert run_eval_worker(["--run-dir", str(bench.run_dir)]) == 2
         holder = (bench.run_dir / "eval_worker" / ".lock").read_text().strip()
