@@ -122,10 +122,14 @@ def _decoder_types(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
 
 def _unknown_ids(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
     """What the model of the tokenizer writes for text that it does not know, declared a special token or not."""
+    from tokenizers.models import Unigram
+
     backend: Any = tokenizer.backend_tokenizer
-    model = json.loads(backend.to_str())["model"]
-    known = [model.get("unk_id"), backend.token_to_id(model.get("unk_token") or "")]
-    return {id_ for id_ in known if id_ is not None}
+    if isinstance(backend.model, Unigram):
+        unknown = json.loads(backend.model.__getstate__())["unk_id"]
+    else:
+        unknown = backend.token_to_id(backend.model.unk_token or "")
+    return set() if unknown is None else {unknown}
 
 
 def _sentencepiece_bytes(token: str, decoder: set[str]) -> bytes:

@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer.data.errors import DataError
 from trainer.text import first_line
-from trainer.tokenizer import plain_copy
+from trainer.tokenizer import control_ids, plain_copy
 from trainer.validation.token_bytes import SPACE_MARK, byte_ids, is_panic, token_spellings
 
 if TYPE_CHECKING:
@@ -54,12 +54,10 @@ class TextEncoder:
         """Of all about it that changes ids, or what is said of them.
 
         Raises:
-            ConfigError: the bytes of its tokens cannot be counted, or it gives other tokens each time.
+            ConfigError: it gives other tokens each time.
         """
-        state = blake2b(self._library.digest.encode(), digest_size=16)
-        for spelling in self._table:
-            state.update(len(spelling).to_bytes(4, "little") + spelling)
-        return state.hexdigest()
+        content = f"{self._library.digest} {sorted(control_ids(self._tokenizer))}"
+        return blake2b(content.encode(), digest_size=16).hexdigest()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Ids of each; may be called by one thread while another calls `compare`.
