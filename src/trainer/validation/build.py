@@ -127,11 +127,12 @@ def _build_sets(
 
 @contextmanager
 def _collecting(faults: list[Fault]) -> Generator[None]:
-    """Go on after a ConfigError, keeping its faults: one start then names every set that cannot be used."""
+    """Go on after a ConfigError, keeping its faults: one start then names every set that cannot be used, and what they
+    share once."""
     try:
         yield
     except ConfigError as error:
-        faults.extend(error.faults)
+        faults.extend(fault for fault in error.faults if fault not in faults)
 
 
 def _prefix_id(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> int:

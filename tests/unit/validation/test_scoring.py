@@ -317,6 +317,15 @@ def test_every_set_that_cannot_be_used_is_named(
     ]
 
 
+def test_a_fault_that_sets_share_is_told_once(build_named: Callable[..., Validation], tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "the cat"}\n')
+    (tmp_path / "cache").touch()
+    with pytest.raises(ConfigError) as caught:
+        build_named(tmp_path, ["one", "two"])
+    assert [fault.key for fault in caught.value.faults] == ["val.cache_dir"]
+
+
 def test_a_set_has_its_own_lengths_and_number_of_documents(
     build: Callable[..., Validation], write_shard: Callable[..., Path], stub_model: Callable[..., Any]
 ) -> None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any, Literal
 
 from trainer.data.errors import DataError
@@ -125,8 +126,9 @@ def _choices(row: dict[str, Any]) -> Sequence[str]:
 def _answer(row: dict[str, Any], num_choices: int) -> int:
     answer = row.get("answer")
     if not isinstance(answer, int) or isinstance(answer, bool):
-        what = "no answer" if "answer" not in row else f"{describe(answer)} as answer"
-        raise DataError(f"has {what}; write the number of the right choice, 0 for the first")
+        value = f" ({shorten(repr(answer), 40)})" if isinstance(answer, float | str) else ""
+        what = "no answer" if "answer" not in row else f"{describe(answer)}{value} as answer"
+        raise DataError(f"has {what}; write the number of the right choice, 0 for the first, as an integer")
     if not 0 <= answer < num_choices:
         raise DataError(f"has answer {answer}, but its {num_choices} choices are numbered from 0 to {num_choices - 1}")
     return answer

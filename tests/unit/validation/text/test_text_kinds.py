@@ -78,8 +78,12 @@ def test_columns_that_make_no_kind(columns: list[str], message: str) -> None:
         ("choices", {"choices": ["a", 2]}, "has a number among its choices; all must be texts"),
         ("choices", {"answer": 3}, "has answer 3, but its 3 choices are numbered from 0 to 2"),
         ("choices", {"answer": -1}, "has answer -1, but its 3 choices"),
-        ("choices", {"answer": "C"}, "has text as answer; write the number of the right choice, 0 for the first"),
-        ("choices", {"answer": 1.0}, "has a number as answer; write the number"),
+        ("choices", {"answer": "C"}, "has text ('C') as answer; write the number of the right choice, 0 for the"),
+        (
+            "choices",
+            {"answer": 1.0},
+            "has a number (1.0) as answer; write the number of the right choice, 0 for the first, as an integer",
+        ),
         ("choices", {"answer": True}, "has true as answer"),
     ],
 )
