@@ -6,7 +6,7 @@ metric.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,12 +28,9 @@ class Options:
     num_bytes: np.ndarray
     """(sequences,) int64: UTF-8 bytes of each option's text as it was given."""
 
-    @classmethod
-    def of_pairs(cls, num_bytes: np.ndarray) -> "Options":
-        """Documents of two options each, the chosen one first."""
-        documents = len(num_bytes) // 2
-        borders = np.arange(documents + 1, dtype=np.int64) * 2
-        return cls(borders=borders, answers=np.zeros(documents, np.int64), num_bytes=num_bytes)
+    firsts: np.ndarray
+    """(sequences,) int64: the first sequence of its document with the same tokens, most often itself. Equal options
+    cost the same; scored in different rows, they would differ by rounding, and a tie would depend on the packing."""
 
     @property
     def right(self) -> np.ndarray:
@@ -70,8 +67,8 @@ def pair_metrics(scores: Scores, options: Options) -> dict[str, float]:
     Raises:
         RunError: no document was scored.
     """
-    kept, nats = _kept(scores, options), scores.nats.reshape(-1, 2)
-    per_byte = (scores.nats / options.num_bytes).reshape(-1, 2)
+    kept, costs = _kept(scores, options), scores.nats[options.firsts]
+    nats, per_byte = costs.reshape(-1, 2), (costs / options.num_bytes).reshape(-1, 2)
     return {
         "acc": _share((nats[:, 0] < nats[:, 1])[kept], nats[kept]),
         "acc_norm": _share((per_byte[:, 0] < per_byte[:, 1])[kept], nats[kept]),
@@ -86,10 +83,10 @@ def choice_metrics(scores: Scores, options: Options) -> dict[str, float]:
     Raises:
         RunError: no document was scored.
     """
-    kept = _kept(scores, options)
-    nats = _sums(scores.nats, options.borders)[kept]
-    best = _fewest(scores.nats, options.borders) == options.answers
-    best_norm = _fewest(scores.nats / options.num_bytes, options.borders) == options.answers
+    kept, costs = _kept(scores, options), scores.nats[options.firsts]
+    nats = _sums(costs, options.borders)[kept]
+    best = _fewest(costs, options.borders) == options.answers
+    best_norm = _fewest(costs / options.num_bytes, options.borders) == options.answers
     return {"acc": _share(best[kept], nats), "acc_norm": _share(best_norm[kept], nats)}
 
 
@@ -115,19 +112,22 @@ def pair_records(scores: Scores, options: Options, numbers: np.ndarray) -> Docum
     Args:
         numbers: (documents,) int64: number of each.
     """
-    nats = scores.nats.reshape(-1, 2)
+    nats = scores.nats[options.firsts].reshape(-1, 2)
     return _option_records(scores, options, numbers, nats[:, 0] < nats[:, 1])
 
 
 def choice_records(scores: Scores, options: Options, numbers: np.ndarray) -> DocumentScores:
     """Of documents with any number of options; correct as in `acc`. `numbers` as of pair_records."""
-    return _option_records(scores, options, numbers, _fewest(scores.nats, options.borders) == options.answers)
+    best = _fewest(scores.nats[options.firsts], options.borders)
+    return _option_records(scores, options, numbers, best == options.answers)
 
 
 def _option_records(scores: Scores, options: Options, numbers: np.ndarray, correct: np.ndarray) -> DocumentScores:
     kept = _kept(scores, options)
     ranges = zip(options.borders[kept].tolist(), options.borders[kept + 1].tolist(), strict=True)
-    option_nats = [scores.nats[low:high] for low, high in ranges]
+    costs = scores.nats[options.firsts]
+    option_nats = [costs[low:high] for low, high in ranges]
+    scores = replace(scores, nats=costs)
     return _records(scores, options.right[kept], numbers[kept], correct=correct[kept], option_nats=option_nats)
 
 

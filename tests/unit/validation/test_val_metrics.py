@@ -41,9 +41,18 @@ def scores_of(
     )
 
 
-def options_of(sizes: list[int], answers: list[int], num_bytes: list[int]) -> Options:
-    borders = np.cumsum([0, *sizes], dtype=np.int64)
-    return Options(borders=borders, answers=np.array(answers, np.int64), num_bytes=np.array(num_bytes, np.int64))
+def options_of(sizes: list[int], answers: list[int], num_bytes: list[int], firsts: list[int] | None = None) -> Options:
+    return Options(
+        borders=np.cumsum([0, *sizes], dtype=np.int64),
+        answers=np.array(answers, np.int64),
+        num_bytes=np.array(num_bytes, np.int64),
+        firsts=np.arange(sum(sizes)) if firsts is None else np.array(firsts, np.int64),
+    )
+
+
+def pairs_of(num_bytes: list[int], firsts: list[int] | None = None) -> Options:
+    documents = len(num_bytes) // 2
+    return options_of([2] * documents, [0] * documents, num_bytes, firsts)
 
 
 def correct_of(records: DocumentScores) -> list[bool]:
@@ -76,10 +85,9 @@ def test_a_continuation_is_right_when_all_its_tokens_are_hits() -> None:
 
 def test_pairs() -> None:
     scores = scores_of([4.0, 6.0, 5.0, 5.0, 9.0, 3.0])
-    options = Options.of_pairs(np.array([2, 6, 10, 5, 18, 2]))
+    options = pairs_of([2, 6, 10, 5, 18, 2])
     # per byte: 2 against 1, 0.5 against 1, 0.5 against 1.5; a tie of nats is not right
     assert pair_metrics(scores, options) == {"acc": 1 / 3, "acc_norm": 2 / 3, "margin": (2 + 0 - 6) / 3}
-    assert options.borders.tolist() == [0, 2, 4, 6]
 
 
 def test_choices_of_different_numbers_of_options() -> None:
@@ -100,13 +108,31 @@ def test_of_options_that_tie_the_first_is_chosen(answer: int, acc: float) -> Non
     assert choice_metrics(scores_of([3, 1, 1, 2]), options) == {"acc": acc, "acc_norm": acc}
 
 
+def test_equal_options_tie_whatever_rounding_makes_of_them() -> None:
+    """They are scored in different rows. The numbers of the first one count, in metrics and in records."""
+    numbers = np.arange(2)
+    scores, options = scores_of([3.0 + 1e-7, 3.0, 3.0, 3.0 + 1e-7]), pairs_of([4, 4, 3, 4], [0, 0, 2, 2])
+    # Equal tokens of texts that a tokenizer makes equal: per byte the second pair's rejected text is the better one.
+    assert pair_metrics(scores, options) == {"acc": 0.0, "acc_norm": 0.0, "margin": 0.0}
+    records = pair_records(scores, options, numbers)
+    assert correct_of(records) == [False, False]
+    assert options_in(records) == [[3.0 + 1e-7] * 2, [3.0] * 2]
+    scores = scores_of([5, 2 + 1e-7, 2, 2, 2 + 1e-7, 9])
+    options = options_of([3, 3], [1, 1], [7] * 6, [0, 1, 1, 3, 3, 5])
+    assert choice_metrics(scores, options) == {"acc": 0.5, "acc_norm": 0.5}
+    records = choice_records(scores, options, numbers)
+    assert correct_of(records) == [True, False]
+    assert options_in(records) == [[5, 2 + 1e-7, 2 + 1e-7], [2, 2, 9]]
+    assert records.nats.tolist() == [2 + 1e-7, 2]
+
+
 def test_documents_left_out_change_no_share() -> None:
     tokens = [2, 1, 0, 0, 3, 3]
     scores = scores_of([4, 6, 0, 0, 9, 3], tokens, num_bytes=[8, 5, 0, 0, 7, 7])
-    assert pair_metrics(scores, Options.of_pairs(np.array([1] * 6))) == {"acc": 0.5, "acc_norm": 0.5, "margin": -2.0}
+    assert pair_metrics(scores, pairs_of([1] * 6)) == {"acc": 0.5, "acc_norm": 0.5, "margin": -2.0}
     options = options_of([2, 2, 2], [1, 0, 1], [1] * 6)
     assert choice_metrics(scores, options) == {"acc": 0.5, "acc_norm": 0.5}
-    records = pair_records(scores, Options.of_pairs(np.array([1] * 6)), np.array([10, 11, 12]))
+    records = pair_records(scores, pairs_of([1] * 6), np.array([10, 11, 12]))
     assert records.documents.tolist() == [10, 12]
     assert [records.num_tokens.tolist(), records.num_bytes.tolist()] == [[2, 3], [8, 7]]
     assert correct_of(records) == [True, False]
@@ -140,7 +166,7 @@ def test_choices_are_numpys_argmax(data: st.DataObject) -> None:
 def test_a_model_that_gives_no_number_gets_none() -> None:
     """An accuracy out of NaN would look like a bad model's, not like a broken one's."""
     scores = scores_of([1, math.nan, 2, 3])
-    options = Options.of_pairs(np.array([1] * 4))
+    options = pairs_of([1] * 4)
     assert all(math.isnan(value) for value in text_metrics(scores).values())
     assert all(math.isnan(value) for value in continuation_metrics(scores).values())
     assert all(math.isnan(value) for value in pair_metrics(scores, options).values())
@@ -151,12 +177,12 @@ def test_a_model_that_gives_no_number_gets_none() -> None:
 def test_an_option_of_probability_zero_is_just_the_worst() -> None:
     scores = scores_of([1, math.inf])
     assert choice_metrics(scores, options_of([2], [0], [1, 1])) == {"acc": 1.0, "acc_norm": 1.0}
-    assert pair_metrics(scores, Options.of_pairs(np.array([1, 1])))["acc"] == 1.0
+    assert pair_metrics(scores, pairs_of([1, 1]))["acc"] == 1.0
 
 
 def test_nothing_scored_is_an_error() -> None:
     nothing = scores_of([0, 0], [0, 0])
-    options = Options.of_pairs(np.array([1, 1]))
+    options = pairs_of([1, 1])
     for compute in (text_metrics, continuation_metrics):
         with pytest.raises(RunError, match="no token was scored"):
             compute(nothing)
@@ -165,6 +191,5 @@ def test_nothing_scored_is_an_error() -> None:
             compute(nothing, options)
     with pytest.raises(RunError, match="no token that spells text was scored"):
         text_metrics(scores_of([3.0], [1], num_bytes=[0]))
-    empty = Options(borders=np.zeros(1, np.int64), answers=np.empty(0, np.int64), num_bytes=np.empty(0, np.int64))
     with pytest.raises(RunError, match="no document was scored"):
-        choice_metrics(scores_of([]), empty)
+        choice_metrics(scores_of([]), options_of([], [], []))

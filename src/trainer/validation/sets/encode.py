@@ -33,6 +33,7 @@ SEQUENCE = np.dtype(
         ("document", "<i8"),  # its row
         ("num_context", "<i4"),  # so many of its first tokens are not scored
         ("num_bytes", "<i4"),  # of the option as it was given, in UTF-8
+        ("first", "<i4"),  # the first option of its document with the same tokens, from 0
         ("leading_space", "u1"),  # 1: its first token spells a space that is not in the text
         ("right", "u1"),  # 1: the right option
     ]
@@ -165,12 +166,14 @@ class RowEncoder:
             growing.left_out.append((row, NOTHING_SCORED))
             return
         changed = border = False
-        options = zip(document.options, texts[-num_options:], ids[-num_options:], strict=True)
+        option_ids = ids[-num_options:]
+        options = zip(document.options, texts[-num_options:], option_ids, strict=True)
         for number, (option, text, own) in enumerate(options):
             leading_space, own_changed = self._encoder.compare(text, own)
             changed |= own_changed
             border |= own[:num_context] != context_ids
-            growing.add(own, (row, num_context, len(option.encode()), leading_space, number == document.right))
+            first, right = option_ids.index(own), number == document.right
+            growing.add(own, (row, num_context, len(option.encode()), first, leading_space, right))
         growing.noted += [(row, what) for what, holds in ((CHANGED, changed), (BORDER, border)) if holds]
 
 

@@ -174,8 +174,11 @@ class TextSet:
     @cached_property
     def _options(self) -> Options:
         documents = self._sequences["document"]
-        firsts = np.flatnonzero(np.diff(documents, prepend=-1))
-        rights = np.flatnonzero(self._sequences["right"])
+        begins = np.flatnonzero(np.diff(documents, prepend=-1))
+        borders = np.append(begins, documents.size)
         return Options(
-            borders=np.append(firsts, documents.size), answers=rights - firsts, num_bytes=self._sequences["num_bytes"]
+            borders=borders,
+            answers=np.flatnonzero(self._sequences["right"]) - begins,
+            num_bytes=self._sequences["num_bytes"],
+            firsts=np.repeat(begins, np.diff(borders)) + self._sequences["first"],
         )

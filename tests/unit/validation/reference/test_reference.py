@@ -51,7 +51,7 @@ def pairs(*, with_context: bool) -> list[dict[str, Any]]:
     for _ in range(12):
         row = {"chosen": f" {some_text(generator, 3)}x", "rejected": f" {some_text(generator, 3)}dog"}
         rows.append({"context": some_text(generator, 9), **row} if with_context else row)
-    return rows
+    return [*rows, {"chosen": " the same", "rejected": " the same"}]  # not right
 
 
 def choices() -> list[dict[str, Any]]:
@@ -61,7 +61,8 @@ def choices() -> list[dict[str, Any]]:
         options = [f" {some_text(generator, 2)}x{number}" for number in range(generator.integers(2, 6))]
         row = {"context": some_text(generator, 9), "choices": options}
         rows.append(row | {"answer": int(generator.integers(len(options)))})
-    return rows
+    # Of two equal options the first one is the model's.
+    return [*rows, {"context": "a", "choices": [" dog", " dog"], "answer": 1}]
 
 
 SETS = {

@@ -164,6 +164,24 @@ def test_choices_of_any_number(make_set: Callable[..., TextSet]) -> None:
     assert [nats.tolist() for nats in records.option_nats] == [[5.0, 4.0, 10.0], [2.0, 2.0]]
 
 
+def test_equal_options_have_the_scores_of_the_first(make_set: Callable[..., TextSet]) -> None:
+    """Their windows are equal, but lie in different rows: rounding would decide which is the better one."""
+    rows = [
+        {"context": "q", "choices": ["a", "b", "a", "b", "c"], "answer": 3},
+        {"context": "q", "choices": ["b", "a", "a"], "answer": 1},
+    ]
+    set_ = make_set(rows)
+    scores = scores_of(set_, [3.0, 2.0, 2.9, 1.9, 4.0, 5.0, 2.0, 1.9])
+    assert set_.metrics(scores) == {"acc": 0.5, "acc_norm": 0.5}
+    records = set_.documents(scores)
+    assert records.correct is not None and records.correct.tolist() == [False, True]
+    assert records.nats.tolist() == [2.0, 2.0]
+    assert records.option_nats is not None
+    assert [nats.tolist() for nats in records.option_nats] == [[3.0, 2.0, 3.0, 2.0, 4.0], [5.0, 2.0, 2.0]]
+    set_ = make_set([{"chosen": "ab", "rejected": "ab"}, {"chosen": "ab", "rejected": "abc"}])
+    assert set_.metrics(scores_of(set_, [1.5, 2.0, 1.5, 2.0])) == {"acc": 0.5, "acc_norm": 0.0, "margin": 0.25}
+
+
 def test_hits_of_continuations(make_set: Callable[..., TextSet]) -> None:
     set_ = make_set([{"context": "q", "continuation": "abc"}, {"context": "q", "continuation": "ab"}])
     assert set_.metrics(scores_of(set_, [1.0, 1.0], hits=[3, 1]))["acc"] == 0.5
