@@ -129,9 +129,8 @@ class SFTConfig(BaseConfig):
 
     @property
     def val_cache(self) -> Path:
-        """Folder of tokenised held-out sets."""
-        own = None if self.val is None else self.val.cache_dir
-        return own or self.output_dir / ".cache" / "val"
+        """Folder of tokenised held-out sets where the table of them names none."""
+        return self.output_dir / ".cache" / "val"
 
     def run_faults(self) -> list[Fault]:
         if self.only_scores:

@@ -71,7 +71,6 @@ def build_validation(
                 vocab_size,
                 mesh.device,
                 cache_dir=config.cache_dir or cache_dir,
-                keep_documents=arrays_dir is not None and mesh.rank == 0,
                 track=track,
             )
     if faults:
@@ -95,7 +94,6 @@ def _build_sets(
     device: torch.device,
     *,
     cache_dir: Path,
-    keep_documents: bool,
     track: Track,
 ) -> list[SetTask]:
     if tokenizer is None:
@@ -112,13 +110,7 @@ def _build_sets(
             set_ = _build_set(located, tokenizer, counts, prefix_id, encoder=encoder, cache_dir=cache_dir, track=track)
             for seq_len in config.seq_lens_of(entry):
                 tasks.append(
-                    SetTask(
-                        set_,
-                        seq_len=seq_len,
-                        micro_batch_tokens=config.micro_batch_tokens,
-                        text_ids=text_ids,
-                        keep_documents=keep_documents,
-                    )
+                    SetTask(set_, seq_len=seq_len, micro_batch_tokens=config.micro_batch_tokens, text_ids=text_ids)
                 )
     if faults:
         raise ConfigError(faults)

@@ -8,7 +8,7 @@ import numpy as np
 from models.batch import IGNORE_INDEX
 from trainer.data.row import Rows, RowSource
 from trainer.errors import RunError
-from trainer.validation.task import Filled, TaskReport, padding_rows, perplexity
+from trainer.validation.task import Filled, padding_rows, perplexity
 
 _EPOCH = 0
 """Every round reads the rows of this one: all samples once, always in the same rows."""
@@ -18,7 +18,6 @@ class ChatTask:
     """All rows of a source; each is a piece. See Task for the methods."""
 
     name = "val.data"
-    set_name = None
     greedy = False
     text_ids = None
 
@@ -62,9 +61,9 @@ class ChatTask:
         pieces = np.repeat(rows, [len(lengths) for lengths in out.segment_lengths])
         return Filled(rows=out, pieces=pieces, counts=np.stack([scored, np.zeros_like(scored)], axis=1))
 
-    def report(self, results: np.ndarray) -> TaskReport:
+    def metrics(self, results: np.ndarray) -> dict[str, float]:
         nats, _, _, tokens, _ = results.sum(axis=0).tolist()
         if not tokens:
             raise RunError("the conversations of val.data have no token that carries loss")
         loss = nats / tokens
-        return TaskReport(metrics={"val/loss": loss, "val/perplexity": perplexity(loss)}, documents=None)
+        return {"val/loss": loss, "val/perplexity": perplexity(loss)}

@@ -18,7 +18,8 @@ from trainer.validation.arrays import write_arrays
 from trainer.validation.deal import deal
 from trainer.validation.filling import filled_ahead
 from trainer.validation.results import RoundResults, add_up, segment_sums
-from trainer.validation.task import Task, TaskReport
+from trainer.validation.set_task import SetTask
+from trainer.validation.task import Task
 from trainer.validation.windows import KEY, DocumentScores
 
 _PASSES_AHEAD = 4
@@ -117,12 +118,9 @@ class Validation:
         except RoundLeftError:
             return None
         add_up(results, self._mesh)
-        reports = self.reports(results)
+        metrics = self.metrics(results)
         if self._arrays_dir is not None and self._mesh.rank == 0:
-            self._write_arrays(self._arrays_dir / f"step_{step}", reports)
-        metrics: dict[str, float] = {}
-        for report in reports:
-            metrics |= report.metrics
+            self._write_arrays(self._arrays_dir / f"step_{step}", results)
         return metrics
 
     @torch.no_grad()
@@ -154,15 +152,18 @@ class Validation:
                     on_progress(done, num_passes)
         return results.read()
 
-    def reports(self, results: Sequence[np.ndarray]) -> list[TaskReport]:
-        """What the results of all ranks say, by task; those of `score_own_rows`, added up."""
-        return [task.report(array) for task, array in zip(self._tasks, results, strict=True)]
+    def metrics(self, results: Sequence[np.ndarray]) -> dict[str, float]:
+        """Those of all tasks, of the results of all ranks: those of `score_own_rows`, added up."""
+        metrics: dict[str, float] = {}
+        for task, of_task in zip(self._tasks, results, strict=True):
+            metrics |= task.metrics(of_task)
+        return metrics
 
-    def _write_arrays(self, folder: Path, reports: Sequence[TaskReport]) -> None:
+    def _write_arrays(self, folder: Path, results: Sequence[np.ndarray]) -> None:
         by_set: dict[str, dict[int, DocumentScores]] = {}
-        for task, report in zip(self._tasks, reports, strict=True):
-            if task.set_name is not None and report.documents is not None:
-                by_set.setdefault(task.set_name, {})[task.seq_len] = report.documents
+        for task, of_task in zip(self._tasks, results, strict=True):
+            if isinstance(task, SetTask):
+                by_set.setdefault(task.set.name, {})[task.seq_len] = task.documents(of_task)
         for name, scores in by_set.items():
             write_arrays(folder / f"{name}.parquet", scores)
 

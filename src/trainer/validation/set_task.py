@@ -8,8 +8,8 @@ from models.batch import IGNORE_INDEX
 from trainer.data.packing import pack
 from trainer.errors import RunError
 from trainer.validation.cut import begins_of
-from trainer.validation.task import Filled, TaskReport, padding_rows
-from trainer.validation.windows import KEY, LikelihoodSet, Scores
+from trainer.validation.task import Filled, padding_rows
+from trainer.validation.windows import KEY, DocumentScores, LikelihoodSet, Scores
 
 _NO_WINDOWS = np.empty(0, np.int64)
 
@@ -17,21 +17,12 @@ _NO_WINDOWS = np.empty(0, np.int64)
 class SetTask:
     """One set at one window length; each window is a piece. See Task for the methods."""
 
-    def __init__(
-        self,
-        set_: LikelihoodSet,
-        *,
-        seq_len: int,
-        micro_batch_tokens: int,
-        text_ids: Tensor,
-        keep_documents: bool = False,
-    ) -> None:
+    def __init__(self, set_: LikelihoodSet, *, seq_len: int, micro_batch_tokens: int, text_ids: Tensor) -> None:
         """Args:
             set_: what is scored.
             seq_len: inputs of a window at most, and positions of a row.
             micro_batch_tokens: positions of a forward pass.
             text_ids: (vocab_size,) bool on the device of the model: ids that spell text.
-            keep_documents: the report is to hold the scores of each document.
 
         Raises:
             ConfigError: the set is damaged or has nothing to score.
@@ -40,7 +31,6 @@ class SetTask:
         self.seq_len = seq_len
         self.rows_per_forward = micro_batch_tokens // seq_len
         self.text_ids = text_ids
-        self._keep_documents = keep_documents
         self._windows = set_.windows(seq_len)
         self.num_pieces = len(self._windows.sequences)
         if not self.num_pieces:
@@ -52,10 +42,6 @@ class SetTask:
     @property
     def name(self) -> str:
         return f"val/{self.set.name}@{length_name(self.seq_len)}"
-
-    @property
-    def set_name(self) -> str:
-        return self.set.name
 
     @property
     def greedy(self) -> bool:
@@ -108,24 +94,24 @@ class SetTask:
         counts[pieces >= 0, 1] = read.num_bytes
         return Filled(rows=out, pieces=pieces, counts=counts)
 
-    def report(self, results: np.ndarray) -> TaskReport:
-        # bincount adds up one after the other, so a sequence's sum is that of its windows in their order.
-        columns = [
-            np.bincount(self._windows.sequences, weights=column, minlength=self.set.num_sequences)
-            for column in results.T
-        ]
-        nats, text_nats, hits, num_tokens, num_bytes = columns
-        scores = Scores(nats=nats, text_nats=text_nats, num_tokens=num_tokens, num_bytes=num_bytes, hits=hits)
+    def metrics(self, results: np.ndarray) -> dict[str, float]:
         try:
-            metrics = self.set.metrics(scores)
+            metrics = self.set.metrics(self._scores(results))
         except RunError as error:
             raise RunError(f"{self.name}: {error}") from error
-        return TaskReport(
-            metrics={
-                f"val/{self.set.name}/{name}@{length_name(self.seq_len)}": value for name, value in metrics.items()
-            },
-            documents=self.set.documents(scores) if self._keep_documents else None,
+        return {f"val/{self.set.name}/{name}@{length_name(self.seq_len)}": value for name, value in metrics.items()}
+
+    def documents(self, results: np.ndarray) -> DocumentScores:
+        """The records of the documents, of the results of all pieces as `metrics` takes them."""
+        return self.set.documents(self._scores(results))
+
+    def _scores(self, results: np.ndarray) -> Scores:
+        # bincount adds up one after the other, so a sequence's sum is that of its windows in their order.
+        nats, text_nats, hits, num_tokens, num_bytes = (
+            np.bincount(self._windows.sequences, weights=column, minlength=self.set.num_sequences)
+            for column in results.T
         )
+        return Scores(nats=nats, text_nats=text_nats, num_tokens=num_tokens, num_bytes=num_bytes, hits=hits)
 
 
 def length_name(seq_len: int) -> str:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from models.batch import IGNORE_INDEX
 from trainer.data.row import Rows
-from trainer.validation.windows import DocumentScores
 
 _PADDING_ID = 0
 
@@ -40,11 +39,6 @@ class Task(Protocol):
     @property
     def name(self) -> str:
         """What the log calls it."""
-        ...
-
-    @property
-    def set_name(self) -> str | None:
-        """The held-out set whose documents it reports; None where it reports none."""
         ...
 
     @property
@@ -99,8 +93,8 @@ class Task(Protocol):
         """
         ...
 
-    def report(self, results: np.ndarray) -> "TaskReport":
-        """What the results of all pieces of all ranks say.
+    def metrics(self, results: np.ndarray) -> dict[str, float]:
+        """What the results of all pieces of all ranks say, by full names.
 
         Args:
             results: (num_pieces, NUM_RESULTS) float64.
@@ -109,17 +103,6 @@ class Task(Protocol):
             RunError: nothing was scored.
         """
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskReport:
-    """What a round says about a task."""
-
-    metrics: dict[str, float]
-    """By full name."""
-
-    documents: DocumentScores | None
-    """For `val.save_arrays`; None for tasks that keep no documents."""
 
 
 def padding_rows(count: int, seq_len: int) -> Rows:

@@ -121,7 +121,6 @@ def validation_of(
             seq_len=seq_len,
             micro_batch_tokens=micro_batch_tokens,
             text_ids=TEXT_IDS,
-            keep_documents=arrays is not None,
         )
         for seq_len in seq_lens
     ]
@@ -152,6 +151,22 @@ def test_sums_of_segments() -> None:
     assert plain[2].tolist() == [0.0] * 8
 
 
+def test_a_row_costs_the_pairs_that_attend_in_it() -> None:
+    task = SetTask(HandSet(texts=random_texts(60)), seq_len=16, micro_batch_tokens=16, text_ids=TEXT_IDS)
+    expected = []
+    for row in range(len(task.costs)):
+        filled = task.fill(np.array([row]))
+        lengths = filled.rows.segment_lengths[0][filled.pieces >= 0]
+        expected.append(sum(length * (length + 1) / 2 for length in lengths.tolist()))
+    assert task.costs.tolist() == expected
+    assert len(set(expected)) > 5
+    assert task.rows_per_forward == 1
+    assert (
+        SetTask(HandSet(texts=random_texts(9)), seq_len=16, micro_batch_tokens=79, text_ids=TEXT_IDS).rows_per_forward
+        == 4
+    )
+
+
 def test_metrics_are_the_same_to_the_last_bit_however_the_rows_are_dealt(make_mesh: Callable[..., Any]) -> None:
     """Field cases R104, R105, R106: ranks, rows of a pass and packing change nothing once the model has spoken."""
     texts, model = random_texts(101), ByLabel()
@@ -166,8 +181,8 @@ def test_metrics_are_the_same_to_the_last_bit_however_the_rows_are_dealt(make_me
             for mesh in meshes
         ]
         whole = sum((rank.score_own_rows(model)[0] for rank in ranks), np.zeros((101, 5)))
-        (report,) = ranks[0].reports([whole])
-        found.append({name.removesuffix(f"@{seq_len}"): value for name, value in report.metrics.items()})
+        metrics = ranks[0].metrics([whole])
+        found.append({name.removesuffix(f"@{seq_len}"): value for name, value in metrics.items()})
     assert found[0]["val/hand/tokens"] == labels.size
     assert found[0]["val/hand/bytes"] == 2 * (labels >= 2).sum()
     assert found[0]["val/hand/hits"] == (labels % 3 == 0).sum()
