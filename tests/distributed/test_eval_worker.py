@@ -35,8 +35,8 @@ def eval_worker(run_dir: Path, *arguments: str) -> Iterator[subprocess.Popen]:
 def test_a_worker_on_two_ranks_scores_as_the_training_does(runner) -> None:
     """The worker is started first and waits for the run. What it finds is what the training itself finds at the same
     steps, to the rounding of other ranks, and it ends by itself."""
-    with eval_worker(runner.folder / "scored", "--deployment.num-train-gpus", "2") as worker:
-        run = runner.run(runner.config("scored", steps=8, interval=4), "--eval-snapshots.interval", "2")
+    with eval_worker(runner.folder / "beside", "--deployment.num-train-gpus", "2") as worker:
+        run = runner.run(runner.config("beside", steps=8, interval=4), "--eval-snapshots.interval", "2")
         output, _ = worker.communicate(timeout=120)
     assert worker.returncode == 0, output
     assert "there is none yet" in output and "done: the last snapshot of the training is scored" in output
