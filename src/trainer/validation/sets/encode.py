@@ -5,7 +5,6 @@ continuation, both are tokenised as one text, and as many tokens as the context 
 """
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -84,24 +83,12 @@ class RowEncoder:
         self._encoder = encoder
 
     def chunks(self, num_rows: int) -> Iterator[Chunk]:
-        """The rows up to number `num_rows`, in their order. One batch is encoded while the one before is looked at.
+        """The rows up to number `num_rows`, in their order.
 
         Raises:
             PlacedError: about the first row that cannot be used.
         """
-        with ThreadPoolExecutor(1, "encode") as threads:
-            waiting: tuple[_Batch, Future[list[list[int]]]] | None = None
-            batches = self._batches(num_rows)
-            while True:
-                batch, fault = _next(batches)
-                future = None if batch is None else threads.submit(self._encoder.encode, batch.texts)
-                if waiting is not None:
-                    yield self._finish(*waiting)
-                if fault is not None:
-                    raise fault
-                if batch is None or future is None:
-                    return
-                waiting = batch, future
+        return map(self._encode, self._batches(num_rows))
 
     def _batches(self, num_rows: int) -> Iterator[_Batch]:
         batch, chars, row = _Batch(), 0, 0
@@ -135,10 +122,10 @@ class RowEncoder:
     def _placed(self, row: int, error: DataError) -> PlacedError:
         return PlacedError(f"{self._part.place(row)}: {error}")
 
-    def _finish(self, batch: _Batch, encoded: "Future[list[list[int]]]") -> Chunk:
+    def _encode(self, batch: _Batch) -> Chunk:
         growing = _Growing(num_rows=batch.num_rows, left_out=batch.left_out)
         try:
-            encodings = encoded.result()
+            encodings = self._encoder.encode(batch.texts)
         except DataError:
             encodings = None  # one document after the other, to see which it is
         start = 0
@@ -175,13 +162,6 @@ class RowEncoder:
             first, right = option_ids.index(own), number == document.right
             growing.add(own, (row, num_context, len(option.encode()), first, leading_space, right))
         growing.noted += [(row, what) for what, holds in ((CHANGED, changed), (BORDER, border)) if holds]
-
-
-def _next(batches: Iterator[_Batch]) -> tuple[_Batch | None, DataError | None]:
-    try:
-        return next(batches, None), None
-    except DataError as error:
-        return None, error
 
 
 @dataclass(kw_only=True)

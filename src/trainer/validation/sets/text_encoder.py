@@ -60,7 +60,7 @@ class TextEncoder:
         return blake2b(content.encode(), digest_size=16).hexdigest()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each; may be called by one thread while another calls `compare`.
+        """Ids of each.
 
         Raises:
             DataError: one of them cannot be tokenised.
