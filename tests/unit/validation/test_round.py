@@ -157,6 +157,7 @@ def test_a_row_costs_the_pairs_that_attend_in_it() -> None:
     for row in range(len(task.costs)):
         filled = task.fill(np.array([row]))
         lengths = filled.rows.segment_lengths[0][filled.pieces >= 0]
+        assert filled.rows.num_padding.tolist() == [16 - lengths.sum()]
         expected.append(sum(length * (length + 1) / 2 for length in lengths.tolist()))
     assert task.costs.tolist() == expected
     assert len(set(expected)) > 5

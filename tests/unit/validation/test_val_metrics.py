@@ -84,10 +84,11 @@ def test_a_continuation_is_right_when_all_its_tokens_are_hits() -> None:
 
 
 def test_pairs() -> None:
-    scores = scores_of([4.0, 6.0, 5.0, 5.0, 9.0, 3.0])
-    options = pairs_of([2, 6, 10, 5, 18, 2])
-    # per byte: 2 against 1, 0.5 against 1, 0.5 against 1.5; a tie of nats is not right
-    assert pair_metrics(scores, options) == {"acc": 1 / 3, "acc_norm": 2 / 3, "margin": (2 + 0 - 6) / 3}
+    scores = scores_of([4.0, 6.0, 5.0, 5.0, 9.0, 3.0, 4.0, 6.0])
+    options = pairs_of([2, 6, 10, 5, 18, 2, 2, 3])
+    # per byte: 2 against 1, 0.5 against 1, 0.5 against 1.5, 2 against 2; a tie is not right, of nats or of these
+    assert pair_metrics(scores, options) == {"acc": 2 / 4, "acc_norm": 2 / 4, "margin": (2 + 0 - 6 + 2) / 4}
+    assert correct_of(pair_records(scores, options, np.arange(4))) == [True, False, False, True]
 
 
 def test_choices_of_different_numbers_of_options() -> None:
@@ -130,8 +131,9 @@ def test_documents_left_out_change_no_share() -> None:
     tokens = [2, 1, 0, 0, 3, 3]
     scores = scores_of([4, 6, 0, 0, 9, 3], tokens, num_bytes=[8, 5, 0, 0, 7, 7])
     assert pair_metrics(scores, pairs_of([1] * 6)) == {"acc": 0.5, "acc_norm": 0.5, "margin": -2.0}
-    options = options_of([2, 2, 2], [1, 0, 1], [1] * 6)
+    options = options_of([2, 2, 2], [1, 1, 1], [1] * 6)
     assert choice_metrics(scores, options) == {"acc": 0.5, "acc_norm": 0.5}
+    assert correct_of(choice_records(scores, options, np.arange(3))) == [False, True]
     records = pair_records(scores, pairs_of([1] * 6), np.array([10, 11, 12]))
     assert records.documents.tolist() == [10, 12]
     assert [records.num_tokens.tolist(), records.num_bytes.tolist()] == [[2, 3], [8, 7]]
