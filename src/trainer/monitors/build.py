@@ -99,7 +99,7 @@ def build_monitors(
         ConfigError: wandb cannot start (see `check_monitors`).
         RunError: metrics.jsonl cannot be read or written.
     """
-    jsonl = JsonlMonitor(run_dir / "metrics.jsonl")
+    jsonl = JsonlMonitor(run_dir / "metrics.jsonl", shared=config.eval_snapshots is not None)
     last_step = jsonl.cut_back(start_step)
     wandb = None
     if config.monitors.wandb is not None:

@@ -14,7 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_STEP = 2**53
 
-
 _LOCK_SECONDS = 10.0
 """A line takes far less. A file server may keep the lock of a machine that is gone, and training must not stop there:
 after that long it goes on without."""
@@ -36,8 +35,14 @@ after that long it goes on without."""
 class JsonlMonitor:
     """Appends to the file, one write per call, so that a killed run loses one torn line at most."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, shared: bool = False) -> None:
+        """
+        Args:
+            shared: an eval-worker may write meanwhile. Its lock costs a file server's answers at every line, which
+                others need not wait for.
+        """
         self._path = path
+        self._shared = shared
         self._file: int | None = None
         self.recorded: frozenset[str] = frozenset()
         """Names of the metrics on record for the step of the last `cut_back`."""
@@ -47,7 +52,7 @@ class JsonlMonitor:
         try:
             if self._file is None:
                 self._file = _open(self._path)
-            with _alone(self._file):
+            with _alone(self._file) if self._shared else nullcontext():
                 _append(self._file, _line(step, metrics))
         except OSError as error:
             raise _unwritable(self._path, error) from error

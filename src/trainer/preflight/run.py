@@ -12,8 +12,7 @@ from models.base import CausalLM
 from trainer.checkpoint import read_state
 from trainer.data.loader import RowLoader
 from trainer.data.row import RowSource
-from trainer.preflight.inputs import prepare, prepare_model
-from trainer.preflight.parts import (
+from trainer.preflight.checks import (
     check_model,
     check_validation,
     collecting,
@@ -21,6 +20,7 @@ from trainer.preflight.parts import (
     model_faults,
     weight_faults,
 )
+from trainer.preflight.inputs import prepare, prepare_model
 from trainer.preflight.plan import Plan, plan_run, show_workers
 from trainer.progress import ProgressBars
 from trainer.state import STATE_KEYS

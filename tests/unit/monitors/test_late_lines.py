@@ -26,7 +26,7 @@ def steps(path: Path) -> list[int]:
 
 def test_lines_of_both_are_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    monitor = JsonlMonitor(path)
+    monitor = JsonlMonitor(path, shared=True)
 
     def train() -> None:
         for step in range(200):
@@ -115,7 +115,7 @@ def test_a_lock_that_a_dead_machine_left_holds_training_up_for_a_bounded_time(
     path.write_bytes(b"")
     with path.open("r+b") as dead:
         assert try_lock(dead)
-        JsonlMonitor(path).log(1, {})
+        JsonlMonitor(path, shared=True).log(1, {})
         append_late(path, 2, {})
     assert steps(path) == [1, 2]
 
