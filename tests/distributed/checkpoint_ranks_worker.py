@@ -245,7 +245,7 @@ def check_snapshots(root: Path, mesh: Mesh, device_mesh: DeviceMesh) -> None:
     tensors = sharded_tensors(device_mesh, 5.0)
     state = cast(TrainState, Weights(tensors))
     snapshots = SnapshotWriter(run_dir, config, state, saver, mesh, record, total_steps=4)
-    snapshots.begin(0)
+    snapshots.go_on_from(0)
     snapshots.check_space()
     saver.save(2, tensors, {})
     snapshots.save(2, f"id of rank {mesh.rank}")
@@ -276,7 +276,7 @@ def check_snapshots(root: Path, mesh: Mesh, device_mesh: DeviceMesh) -> None:
     tensor_writer.sync = sync
     assert queue.waiting(run_dir) == [2, 3] and not queue.is_over(run_dir)
     dist.barrier()
-    snapshots.go_back(2)
+    snapshots.go_on_from(2)
     assert queue.waiting(run_dir) == [2]
     snapshots.make_up(4, None, scored=False)
     saver.wait()
