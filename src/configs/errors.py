@@ -1,5 +1,7 @@
 """Faults of a config: what is wrong, at which key. The command turns them into one message each and exit code 2."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -27,3 +29,12 @@ class ConfigError(Exception):
     @classmethod
     def one(cls, key: str, message: str) -> "ConfigError":
         return cls([Fault(key=key, message=message)])
+
+
+@contextmanager
+def collecting(faults: list[Fault]) -> Generator[None]:
+    """Go on after a ConfigError, keeping those of its faults that are new: one start then names all of them."""
+    try:
+        yield
+    except ConfigError as error:
+        faults.extend(fault for fault in error.faults if fault not in faults)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -28,15 +27,6 @@ from trainer.validation import build_validation
 from trainer.weights.fit import check_fit
 from trainer.weights.folder import weight_file_names
 from trainer.weights.hub import fetch_weights
-
-
-@contextmanager
-def collecting(faults: list[Fault]) -> Iterator[None]:
-    """Go on after a ConfigError, keeping its faults: one start then shows them all."""
-    try:
-        yield
-    except ConfigError as error:
-        faults.extend(error.faults)
 
 
 def check_model(config: SFTConfig, inputs: ModelInputs) -> CausalLM:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from configs.checkpoint import CheckpointConfig
 from configs.checks import check_schedule
-from configs.errors import ConfigError, Fault
+from configs.errors import ConfigError, Fault, collecting
 from configs.sft import SFTConfig
 from configs.validation import SuiteConfig
 from models.base import CausalLM
@@ -15,7 +15,6 @@ from trainer.data.row import RowSource
 from trainer.preflight.checks import (
     check_model,
     check_validation,
-    collecting,
     find_resumed,
     model_faults,
     weight_faults,

@@ -1,17 +1,16 @@
 """From `[val]` to what scores it."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from configs.errors import ConfigError, Fault
+from configs.errors import ConfigError, Fault, collecting
 from configs.validation import SET_ENDINGS, SuiteConfig, ValChatConfig, ValSetConfig
 from trainer.data.chat.build import ChatTools, build_val_chats
 from trainer.data.row import Track, untracked
 from trainer.parallel.mesh import Mesh
+from trainer.tokenizer import special_ids
 from trainer.validation.chat_task import ChatTask
 from trainer.validation.scoring import Validation
 from trainer.validation.set_task import SetTask
@@ -60,10 +59,10 @@ def build_validation(
         return None
     tasks: list[Task] = []
     faults: list[Fault] = []
-    with _collecting(faults):
+    with collecting(faults):
         if config.data is not None:
             tasks.append(_build_chats(config.data, chats, vocab_size))
-    with _collecting(faults):
+    with collecting(faults):
         if config.sets:
             tasks += _build_sets(
                 config,
@@ -105,7 +104,7 @@ def _build_sets(
     tasks = []
     faults: list[Fault] = []
     for entry in config.sets:
-        with _collecting(faults):
+        with collecting(faults):
             located = _locate(entry, config.data_dir)
             set_ = _build_set(located, tokenizer, counts, prefix_id, encoder=encoder, cache_dir=cache_dir, track=track)
             for seq_len in config.seq_lens_of(entry):
@@ -117,19 +116,9 @@ def _build_sets(
     return tasks
 
 
-@contextmanager
-def _collecting(faults: list[Fault]) -> Generator[None]:
-    """Go on after a ConfigError, keeping its faults: one start then names every set that cannot be used, and what they
-    share once."""
-    try:
-        yield
-    except ConfigError as error:
-        faults.extend(fault for fault in error.faults if fault not in faults)
-
-
 def _prefix_id(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> int:
-    bos_id, eos_id = _special_id(tokenizer, "bos_token_id"), _special_id(tokenizer, "eos_token_id")
-    prefix_id = bos_id if bos_id is not None else eos_id
+    ids = special_ids(tokenizer)
+    prefix_id = ids["eos_token_id"] if ids["bos_token_id"] is None else ids["bos_token_id"]
     if prefix_id is None:
         raise ConfigError.one("val.context", '"prefix" takes a BOS or EOS token, and the tokenizer has neither')
     if prefix_id >= vocab_size:
@@ -174,7 +163,7 @@ def _build_set(
                 config.name,
                 config.path,
                 byte_counts=byte_counts,
-                eos_token_id=_special_id(tokenizer, "eos_token_id"),
+                eos_token_id=special_ids(tokenizer)["eos_token_id"],
                 tokenizer_name=tokenizer.name_or_path,
                 prefix_id=prefix_id,
                 max_documents=config.max_documents,
@@ -200,8 +189,3 @@ def _storage(path: Path) -> Literal["tokens", "rows"]:
 def _begins_texts(tokenizer: "PreTrainedTokenizerBase", prefix_id: int) -> bool:
     """Whether the tokenizer begins every text with this token."""
     return tokenizer.encode("a")[:1] == [prefix_id]
-
-
-def _special_id(tokenizer: "PreTrainedTokenizerBase", name: str) -> int | None:
-    id_ = getattr(tokenizer, name)
-    return id_ if isinstance(id_, int) else None
