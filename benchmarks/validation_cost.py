@@ -3,7 +3,7 @@
     benchmarks/gpu.sh python benchmarks/validation_cost.py --shape 1b --out benchmarks/results/h200_1b_validation.json
     uv run python benchmarks/validation_cost.py --shape tiny --eager --tokens 20000 --seq-lens 128 512
 
-Makes a held-out set of each kind asked for (documents of 600 to 1,500 tokens and some long ones, cut out of the
+Makes a held-out set of each kind asked for (documents of 600 to 1,500 tokens and some ten times as long, cut out of the
 quickstart's held-out text), and times whole rounds as `[val]` runs them (reading, packing, forward passes, results).
 The forward passes that they are held against are those of the same model, compiled alike, over the same documents in
 rows without padding, made and on the device beforehand, without the greedy choice. Rounds and plain passes take turns,
@@ -16,7 +16,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS))
     parser.add_argument("--tokens", type=int, default=5_000_000, help="of the set of token shards")
     parser.add_argument("--text-tokens", type=int, help="of the sets of text; a fifth of --tokens")
+    parser.add_argument("--lengths", type=int, nargs=2, default=(600, 1500), help="of documents: [from, to)")
     parser.add_argument("--seq-lens", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
     parser.add_argument("--context", choices=("none", "prefix"), default="none")
@@ -64,7 +65,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for kind in args.kinds:
             # A continuation is scored in one window: longer documents would lose their context, or be left out.
-            documents = make_documents(args.tokens if kind == "tokens" else text_tokens, long=kind != "ctxcont")
+            num_tokens = args.tokens if kind == "tokens" else text_tokens
+            documents = make_documents(num_tokens, args.lengths, long=kind != "ctxcont")
             bench = Bench(args, kind, documents, Path(folder) / kind, tokenizer, vocab_size, mesh)
             kinds[kind] = bench.measure(model)
             print(json.dumps({kind: kinds[kind]}), flush=True)
@@ -77,6 +79,7 @@ def main() -> None:
         "seq_lens": args.seq_lens,
         "micro_batch_tokens": args.micro_batch_tokens,
         "context": args.context,
+        "document_lengths": list(args.lengths),
         "rounds": args.rounds,
         "kinds": kinds,
     }
@@ -98,9 +101,9 @@ def build_bench_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBa
     return model, arch["vocab_size"]
 
 
-def make_documents(num_tokens: int, *, long: bool) -> list[np.ndarray]:
-    """Slices of the quickstart's held-out text as tokens, EOS (0) last: of 600 to 1,500 tokens; with `long`, every
-    fiftieth of about 12,000."""
+def make_documents(num_tokens: int, lengths: Sequence[int], *, long: bool) -> list[np.ndarray]:
+    """Slices of the quickstart's held-out text as tokens, EOS (0) last; with `long`, every fiftieth of about ten times
+    as many tokens."""
     (shard,) = (QUICKSTART / "heldout").glob("*.ds")
     text = np.fromfile(shard, "<u2")
     text = text[text != 0]
@@ -109,7 +112,7 @@ def make_documents(num_tokens: int, *, long: bool) -> list[np.ndarray]:
     left = num_tokens
     while left > 0:
         is_long = long and len(documents) % 50 == 49
-        length = max(2, min(left, int(generator.integers(*((10_000, 14_000) if is_long else (600, 1500))))))
+        length = max(2, min(left, int(generator.integers(*lengths)) * (10 if is_long else 1)))
         start = int(generator.integers(0, max(1, text.size - length)))
         documents.append(np.append(text[start : start + length - 1], 0))
         left -= documents[-1].size
