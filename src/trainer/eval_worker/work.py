@@ -166,7 +166,7 @@ class SnapshotScorer:
         self._put_back()
         if self._failed:
             names = listed([str(queue.snapshot_path(self._run_dir, step)) for step in self._failed])
-            raise RunError(f"could not be loaded and have no result: {names}; delete them to go on without")
+            raise RunError(f"snapshots that could not be loaded have no result: {names}; delete them to go on without")
         why = "stopped on request" if stop else "done: the last snapshot of the training is scored"
         log.info("%s; scored by this worker: %d", why, self._num_recorded)
 

@@ -137,7 +137,7 @@ def test_a_damaged_snapshot_is_passed_over_and_told_at_the_end(bench, messages, 
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     path.write_bytes(content)
-    with pytest.raises(RunError, match=r"^could not be loaded and have no result: .*/step_4; delete them to go on"):
+    with pytest.raises(RunError, match=r"^snapshots that could not be loaded have no result: .*/step_4; delete"):
         bench.scorer().run()
     assert bench.late_steps() == [6, 2]
     assert bench.snapshots() == ["final.json", "step_4"]
