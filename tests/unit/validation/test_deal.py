@@ -19,7 +19,9 @@ def test_one_rank_reads_from_the_dearest_row_to_the_cheapest() -> None:
 
 
 def test_rows_of_equal_cost_keep_their_order() -> None:
-    assert deal(np.zeros(4), rows_per_forward=4, dp_size=1).tolist() == [[[0, 1, 2, 3]]]
+    costs = np.arange(300) % 3
+    (((*rows,),),) = deal(costs, rows_per_forward=300, dp_size=1).tolist()
+    assert rows == [*range(2, 300, 3), *range(1, 300, 3), *range(0, 300, 3)]
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 8])

@@ -1,6 +1,7 @@
 """The machinery of a round: the filling thread, sums of segments, the agreement of ranks; on a set made by hand."""
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from trainer.validation import Validation
 from trainer.validation import results as results_module
 from trainer.validation import scoring as scoring_module
 from trainer.validation.filling import filled_ahead
-from trainer.validation.results import add_up, segment_sums
+from trainer.validation.results import RoundResults, add_up, segment_sums
 from trainer.validation.set_task import SetTask
 from trainer.validation.windows import DocumentScores, Pieces, Scores, Windows
 
@@ -286,6 +287,19 @@ def test_results_are_added_up_in_pieces_of_bounded_size(
     assert sizes == [4, 4, 1, 2]
     assert first.tolist() == (3 * np.arange(45.0).reshape(9, 5)).tolist()
     assert second.tolist() == [[3.0] * 5] * 2
+
+
+def test_few_passes_wait_to_be_read() -> None:
+    """The host is four passes ahead of the device at most, however many there are."""
+    results, alive = RoundResults([9]), []
+    for number in range(9):
+        sums = torch.full((3, 8), number + 1.0, dtype=torch.float64)
+        alive.append(weakref.ref(sums))
+        results.collect(0, sums, pieces=np.array([number]), counts=np.array([[2, 5]]))
+        del sums
+        assert sum(ref() is not None for ref in alive) == min(number + 1, 4)
+    (found,) = results.read()
+    assert found.tolist() == [[number + 1.0] * 3 + [2.0, 5.0] for number in range(9)]
 
 
 def test_ranks_that_see_other_data_are_told_so(make_mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
