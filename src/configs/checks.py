@@ -12,6 +12,7 @@ from configs.launch import DeploymentConfig, RunConfig
 from configs.model import ModelConfig, is_hub_id
 from configs.optim import ConstantSchedulerConfig, SchedulerConfig
 from configs.validation import SET_ENDINGS, SuiteConfig, ValConfig
+from configs.values import join_or
 
 
 def check_weights(model: ModelConfig, *, resuming: bool) -> list[Fault]:
@@ -165,7 +166,7 @@ def _check_named_set(data_dir: Path, name: str) -> list[Fault]:
     missing = [_check_exists("val.sets", data_dir / f"{name}{ending}") for ending in SET_ENDINGS]
     if not all(missing):
         return []
-    message = f"{missing[0][0].message}, and there is no {name}.jsonl, .jsonl.gz, .json or .parquet beside it"
+    message = f"{missing[0][0].message}, and there is no {name}{join_or(SET_ENDINGS[1:])} beside it"
     return [Fault(key="val.sets", message=message)]
 
 

@@ -56,7 +56,7 @@ class SuiteConfig(BaseConfig):
     """What a round of validation scores, and how."""
 
     data_dir: Path | None = None
-    """Folder in which sets given by name alone lie: as a folder, NAME.jsonl, NAME.jsonl.gz or NAME.parquet."""
+    """Folder in which sets given by name alone lie: as a folder, or NAME with .jsonl, .jsonl.gz, .json or .parquet."""
 
     data: ValChatConfig | None = None
     """Held-out conversations: `val/loss` and `val/perplexity` over their loss tokens."""

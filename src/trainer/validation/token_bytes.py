@@ -44,7 +44,7 @@ def token_bytes(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> np.nda
     counts = np.zeros(vocab_size, np.int64)
     spellings = token_spellings(tokenizer)[:vocab_size]
     counts[: len(spellings)] = [len(spelling) for spelling in spellings]
-    _check_on_sample(tokenizer, counts)
+    adds_leading_space(tokenizer, counts)  # or refuses counts that do not add up
     return counts
 
 
@@ -97,11 +97,6 @@ def byte_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int] | None:
     return [vocabulary[chr(byte)] for byte in range(256)]
 
 
-def adds_leading_space(tokenizer: "PreTrainedTokenizerBase", counts: np.ndarray) -> bool:
-    """Whether the tokenizer puts a space of its own before every text. `counts`: its `token_bytes`."""
-    return _check_on_sample(tokenizer, counts)
-
-
 def _decoder_types(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
     """Types of the decoder's parts, which say how tokens spell text."""
     parts = decoder_parts(tokenizer)
@@ -138,8 +133,15 @@ def _sentencepiece_bytes(token: str, decoder: set[str]) -> bytes:
     return token.replace(SPACE_MARK, " ").encode()
 
 
-def _check_on_sample(tokenizer: "PreTrainedTokenizerBase", counts: np.ndarray) -> bool:
-    """Refuse counts that do not add up to a sample text's bytes. True: they do with one space put before the text."""
+def adds_leading_space(tokenizer: "PreTrainedTokenizerBase", counts: np.ndarray) -> bool:
+    """Whether the tokenizer puts a space of its own before every text.
+
+    Args:
+        counts: its `token_bytes`.
+
+    Raises:
+        ConfigError: they do not add up to the bytes of a sample text.
+    """
     try:
         ids = [id_ for id_ in tokenizer.encode(_SAMPLE, add_special_tokens=False) if id_ < len(counts)]
     except BaseException as error:

@@ -15,35 +15,24 @@ def open_rows(path: Path) -> tuple[FilePart, Kind]:
         DataError: there are none, it is not clear which, or their columns make no kind.
         OSError: they cannot be read.
     """
-    found = _Columns()
-    part = open_files(path, only_split(path) if path.is_dir() else None, found.choose)
-    if not part.num_rows:
-        raise DataError(f"{path} holds no rows")
-    if found.kind is None:
-        found.choose(list(next(iter(part.rows(0, 1)))), part.place(0))
-    assert found.kind is not None
-    return part, found.kind
+    found: list[tuple[Kind, list[str]]] = []
 
-
-class _Columns:
-    """The kind of the files of a set."""
-
-    def __init__(self) -> None:
-        self.kind: Kind | None = None
-        self._read: list[str] = []
-
-    def choose(self, names: list[str], file: str) -> list[str]:
-        """Those of a file that are read.
-
-        Raises:
-            DataError: they make no kind, or another than those of the files before.
-        """
+    def choose(names: list[str], file: str) -> list[str]:
+        """The columns of a file that are read."""
         kind = find_kind(names, file)
         read = [name for name in columns_of(kind) if name in names]
-        if self.kind is not None and (kind, read) != (self.kind, self._read):
+        if found and found[0] != (kind, read):
+            before_kind, before = found[0]
             raise DataError(
-                f"{file} has the columns {', '.join(read)} ({kind}), the files before it {', '.join(self._read)} "
-                f"({self.kind})"
+                f"{file} has the columns {', '.join(read)} ({kind}), the files before it {', '.join(before)} "
+                f"({before_kind})"
             )
-        self.kind, self._read = kind, read
+        found.append((kind, read))
         return read
+
+    part = open_files(path, only_split(path) if path.is_dir() else None, choose)
+    if not part.num_rows:
+        raise DataError(f"{path} holds no rows")
+    if not found:  # files of lines, which have their columns row by row
+        choose(list(next(iter(part.rows(0, 1)))), part.place(0))
+    return part, found[0][0]
