@@ -249,8 +249,10 @@ def test_rows_are_filled_by_one_thread_a_little_ahead() -> None:
         made.append((key, threading.current_thread().name))
         return 10 * key
 
-    everything = filled_ahead(fill, range(50), ahead=3)
+    taken: list[int] = []
+    everything = filled_ahead(fill, (taken.append(key) or key for key in range(50)), ahead=3)
     assert next(everything) == 0
+    assert taken == [0, 1, 2, 3]
     everything.close()
     assert len(made) <= 4, "no more than what was asked for, and three more"
     made.clear()

@@ -119,8 +119,15 @@ def test_the_models_unknown_token_spells_nothing() -> None:
     assert spellings[vocabulary["▁"]] == b" "
 
 
-def test_a_token_that_swallows_spaces_is_refused() -> None:
+@pytest.mark.parametrize("side", ["lstrip", "rstrip"])
+def test_a_token_that_swallows_spaces_is_refused(side: str) -> None:
     raw = byte_level()
-    raw.add_tokens([AddedToken("<x>", lstrip=True, special=False)])
+    raw.add_tokens([AddedToken("<x>", special=False, **{side: True})])
     with pytest.raises(ConfigError, match="'<x>' swallows the spaces"):
         token_bytes(PreTrainedTokenizerFast(tokenizer_object=raw), 257)
+
+
+def test_what_looks_like_a_byte_is_text_without_byte_fallback() -> None:
+    raw = Tokenizer(models.BPE({"<0x41>": 0, "▁": 1}, []))
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+    assert token_spellings(PreTrainedTokenizerFast(tokenizer_object=raw)) == [b"<0x41>", b" "]

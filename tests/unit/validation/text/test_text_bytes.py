@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from configs.errors import ConfigError
@@ -32,6 +32,7 @@ CHANGED = {
     # Marks of SentencePiece become spaces; NFC composes, or takes apart what it has excluded (3 bytes to 6).
     "a▁b ▁": "SentencePiece",
     "cafe\u0301 e\u0301": "NFC",
+    " cafe\u0301": "NFC",
     "\u0958": "NFC",
 }
 
@@ -154,6 +155,16 @@ def test_text_without_a_token_is_refused() -> None:
     (ids,) = encoder.encode(["fuzzy"])
     with pytest.raises(DataError, match="text that the tokenizer leaves out"):
         encoder.compare("fuzzy", ids)
+
+
+def test_a_letter_of_the_tokenizers_own_is_no_space() -> None:
+    raw = Tokenizer(models.BPE({letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    raw.normalizer = normalizers.Prepend("x")
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    encoder = TextEncoder(PreTrainedTokenizerFast(tokenizer_object=raw))
+    (ids,) = encoder.encode(["a"])
+    assert encoder.compare("a", ids) == (False, True)
 
 
 def test_added_tokens_that_are_no_control_tokens_are_text(

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,3 +153,36 @@ def test_a_million_documents_are_cut_without_a_loop(
     windows = set_.windows(2)
     assert len(windows.sequences) == count
     assert set_.read(windows, np.array([count - 1])).labels.tolist() == [0]
+
+
+@pytest.mark.parametrize("most_chars", [1, 20])
+def test_a_set_of_many_batches_is_that_of_one(
+    make_set: Callable[..., TextSet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_chars: int
+) -> None:
+    rows = [
+        {"context": "n", "choices": ["x", " "], "answer": 0},  # n and a space are one token: nothing is scored
+        {"context": "q ", "choices": ["a", "", "b"], "answer": 1},
+        *({"context": "t", "choices": ["he", "o", f"{number}"], "answer": number % 3} for number in range(5)),
+        {"choices": ["a", "the the"], "answer": 1},
+    ]
+    whole = make_set(rows, prefix_id=300)
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setattr("trainer.validation.sets.encode._BATCH_CHARS", most_chars)
+    parts = make_set(rows, prefix_id=300)
+    assert whole.digest == parts.digest
+    assert content(whole) == content(parts)
+    # t and h merge in the first option of five: each document counts once.
+    told = [note.partition(": ")[2].rpartition(" (first: ")[0] or note for note in parts.notes]
+    assert told[-1] == "documents whose context ends within a token, which counts as context as a whole: 5"
+    assert len(parts.notes) == 3
+    assert sorted(whole.notes) == sorted(parts.notes)
+
+
+def test_left_out_rows_are_told_in_their_order(make_set: Callable[..., TextSet]) -> None:
+    rows = [{"context": "n", "continuation": " "}, {"context": "a ", "continuation": ""}]
+    rows += [{"context": "a", "continuation": "b"}, {"context": "n", "continuation": " "}]
+    first, second = make_set(rows).notes
+    assert "because no token stands for the continuation alone: 2 (first: " in first
+    assert first.endswith("rows.jsonl, line 1)")
+    assert "because a text is empty: 1 (" in second
+    assert second.endswith("rows.jsonl, line 2)")

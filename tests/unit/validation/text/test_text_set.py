@@ -182,6 +182,33 @@ def test_equal_options_have_the_scores_of_the_first(make_set: Callable[..., Text
     assert set_.metrics(scores_of(set_, [1.5, 2.0, 1.5, 2.0])) == {"acc": 0.5, "acc_norm": 0.0, "margin": 0.25}
 
 
+def test_an_empty_option_is_none_though_a_space_of_the_context_goes_to_it(make_set: Callable[..., TextSet]) -> None:
+    """Nats per byte of nothing are no number."""
+    kept = {"context": "q ", "chosen": "x", "rejected": "y"}
+    set_ = make_set([{"context": "q ", "chosen": "x", "rejected": ""}, kept])
+    assert set_.num_sequences == 2
+    assert "because a text is empty: 1" in set_.notes[0]
+
+
+def test_options_are_left_out_together_where_one_is_too_long(make_set: Callable[..., TextSet]) -> None:
+    rows = [
+        {"context": "q", "choices": ["a", "abcdefgh", "b"], "answer": 0},
+        {"context": "q", "choices": ["a", "abcd"], "answer": 1},
+    ]
+    windows = make_set(rows).windows(4)
+    assert windows.sequences.tolist() == [3, 4]
+    assert windows.left_out == {"longer than a window": 1}
+
+
+def test_options_are_weighed_by_their_own_bytes(make_set: Callable[..., TextSet]) -> None:
+    """Not by their tokens, nor by bytes that a space of the context or the context itself adds."""
+    row = {"context": "qqqq ", "choices": ["the", "\u6771", "ab"], "answer": 1}
+    set_ = make_set([row])
+    # Per byte 1, 0.9 and 1.05; per character, per token, and with the space it is another one.
+    assert set_.metrics(scores_of(set_, [3.0, 2.7, 2.1])) == {"acc": 0.0, "acc_norm": 1.0}
+    assert set_.metrics(scores_of(set_, [3.0, 3.3, 2.1])) == {"acc": 0.0, "acc_norm": 0.0}
+
+
 def test_hits_of_continuations(make_set: Callable[..., TextSet]) -> None:
     set_ = make_set([{"context": "q", "continuation": "abc"}, {"context": "q", "continuation": "ab"}])
     assert set_.metrics(scores_of(set_, [1.0, 1.0], hits=[3, 1]))["acc"] == 0.5
@@ -217,11 +244,11 @@ def test_max_documents_takes_the_first_rows(make_set: Callable[..., TextSet]) ->
 
 
 def test_ids_beyond_the_models_vocabulary_are_named(make_set: Callable[..., TextSet]) -> None:
-    rows = [{"text": "ab"}, {"text": "a the"}]
+    rows = [{"text": "ab"}, {"text": " the a"}, {"text": "b the"}]
     message = r"rows\.jsonl, line 2: its text has the token id 258, but the model's vocabulary has 258"
     with pytest.raises(ConfigError, match=message):
         make_set(rows, vocab_size=258)
-    assert make_set(rows, vocab_size=259).num_documents == 2
+    assert make_set(rows, vocab_size=259).num_documents == 3
 
 
 def test_progress_is_told_in_rows(make_set: Callable[..., TextSet], monkeypatch: pytest.MonkeyPatch) -> None:
