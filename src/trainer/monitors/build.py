@@ -68,7 +68,7 @@ class Monitors:
             self._wandb.rewind()
 
     def show_part(self, description: str, completed: int, total: int) -> None:
-        """Show on a terminal how far a long part of a step is, such as a validation; nothing is recorded."""
+        """Show how far a long part of a step is, such as a validation; nothing is recorded."""
         self._console.show_part(description, completed, total)
 
     def close(self, exit_code: int = 0) -> None:

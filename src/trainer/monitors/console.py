@@ -1,9 +1,10 @@
-"""One line a step for people, and a progress bar on a terminal."""
+"""One line a step for people, and how far the work is: bars on a terminal, a line now and then elsewhere."""
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 
-from trainer.progress import ProgressBar
+from trainer.progress import ProgressBar, WorkProgress, is_terminal
 from trainer.text import with_unit
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class ConsoleMonitor:
         self._interval = interval
         self._total = total_steps
         self._bar = ProgressBar(description=description, total=total_steps, completed=start_step)
+        self._part: WorkProgress | None = None
 
     def log(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
         self._bar.update(step)
@@ -47,7 +49,14 @@ class ConsoleMonitor:
         self._bar.update(step)
 
     def show_part(self, description: str, completed: int, total: int) -> None:
-        self._bar.update_part(description, completed, total)
+        if is_terminal(sys.stdout):
+            self._bar.update_part(description, completed, total)
+            return
+        if self._part is None:
+            self._part = WorkProgress(description=description, total=total, unit="", say=logger.info, done=completed)
+        self._part.update(completed)
+        if completed == total:
+            self._part = None
 
     def close(self) -> None:
         self._bar.close()

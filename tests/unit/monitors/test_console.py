@@ -79,3 +79,17 @@ def test_a_machine_without_wandb_can_log() -> None:
     """The GPU machine has no wandb, and it takes half a second to import."""
     code = "import sys; sys.modules['wandb'] = None; import trainer.monitors"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3] / "src", timeout=60, check=True)
+
+
+def test_a_long_round_has_a_line_now_and_then_where_no_one_watches(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitor = ConsoleMonitor(interval=1, start_step=0, total_steps=None)
+    now = 100.0
+    monkeypatch.setattr("trainer.progress.time.monotonic", lambda: now)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):  # the second round counts from its own start
+            for completed in range(1, 11):
+                monitor.show_part("validation", completed, 10)
+                now += 4.0
+    assert caplog.messages == ["validation: 5 of 10 (50%), ETA 20.0 s", "validation: 9 of 10 (90%), ETA 4.0 s"] * 2
