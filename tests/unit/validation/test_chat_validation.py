@@ -28,6 +28,7 @@ from trainer.tokenizer import load_tokenizer
 from trainer.validation import Validation, build_validation
 from trainer.validation import results as results_module
 from trainer.validation.chat_task import ChatTask
+from trainer.validation.task import padding_rows
 from trainer.validation.token_bytes import token_bytes
 
 PACKERS = {"best_fit": pack, "sequential": pack_in_order, "none": lambda lengths, _: one_each(len(lengths))}
@@ -135,6 +136,27 @@ def test_seven_samples_count_once_however_they_are_dealt(
     assert totals[0] == pytest.approx(nats, rel=1e-12)
     assert len(passes) == 1
     assert model.shapes == {(rows_per_forward, 16)}
+
+
+@pytest.mark.parametrize("rows", [[1, -1, 0], [-1, -1, 1], [0, 1, -1]])
+def test_rows_of_a_pass_and_padding_in_any_order(rows: list[int]) -> None:
+    lengths = np.array([len(ids) for ids, _ in seven_samples()])
+    source = PackedSamples(samples=seven_samples(), seq_len=16, rows=pack(lengths, 16))
+    filled = ChatTask(source, rows_per_forward=3).fill(np.array(rows))
+    pieces, counts = [], []
+    for slot, row in enumerate(rows):
+        expected = padding_rows(1, 16)
+        if row >= 0:
+            source.fill(0, np.array([row]), expected)
+        for name in ("input_ids", "labels", "num_padding"):
+            assert getattr(filled.rows, name)[slot].tolist() == getattr(expected, name)[0].tolist()
+        (segments,) = expected.segment_lengths
+        assert filled.rows.segment_lengths[slot].tolist() == segments.tolist()
+        pieces += [row] * len(segments)
+        labels = np.split(expected.labels[0], np.cumsum(segments)[:-1])
+        counts += [[int((own != IGNORE_INDEX).sum()), 0] for own in labels]
+    assert filled.pieces.tolist() == pieces
+    assert filled.counts.tolist() == counts
 
 
 def test_fp32_is_as_good_as_its_numbers(stub_model: Callable[..., Any], make_mesh: Callable[..., Any]) -> None:

@@ -96,6 +96,7 @@ class ByLabel(CausalLM):
         self.greedy: set[bool] = set()
 
     def forward(self, batch: Batch, loss_scale: torch.Tensor | None = None, greedy: bool = False) -> LossOutput:
+        assert not torch.is_grad_enabled(), "nothing is to be kept for a backward pass"
         self.greedy.add(greedy)
         counted = batch.labels != IGNORE_INDEX
         nats = torch.where(counted, self.nats[batch.labels.clamp(min=0)], 0.0)

@@ -4,7 +4,7 @@ import gzip
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from configs.errors import ConfigError
@@ -27,6 +27,18 @@ from trainer.validation.set_task import length_name
 from trainer.validation.token_bytes import token_bytes
 
 VOCAB = 384
+
+
+class FlatLM(torch.nn.Module):
+    """Every token is as likely as any other."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.nats = math.log(vocab_size)
+
+    def forward(self, batch: Any, greedy: bool = False) -> LossOutput:
+        nats = self.nats * (batch.labels != IGNORE_INDEX)
+        return LossOutput(loss=nats.sum(), nats=nats, greedy_hits=None)
 
 
 @pytest.fixture
@@ -448,3 +460,43 @@ def test_a_prefix_takes_a_token_that_the_model_knows(
                 pin_memory=False,
                 cache_dir=tmp_path / "cache",
             )
+
+
+def test_rows_and_shards_after_a_prefix_where_the_tokenizer_puts_a_space_before_texts(
+    make_mesh: Callable[..., Any], write_shard: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Shards do not say where that space is, so their bytes cannot be counted; of rows it is known."""
+    raw = Tokenizer(
+        models.BPE({"<s>": 256, "▁": 257} | {f"<0x{n:02X}>": n for n in range(256)}, [], byte_fallback=True)
+    )
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>")
+    shards, path = write_shard([[257, 97, 98]], "shards"), tmp_path / "rows.jsonl"
+    path.write_text('{"text": "ab"}\n{"text": "abcd"}\n{"text": "abcdef"}\n')
+    keys = {"tokenizer": tokenizer, "vocab_size": 258, "pin_memory": False, "cache_dir": tmp_path / "unused"}
+
+    def build(context: str, name: str, set_: Path) -> Validation | None:
+        suite = {"context": context, "seq_lens": [16], "micro_batch_tokens": 16, "cache_dir": tmp_path / "used"}
+        suite["sets"] = [{"name": name, "path": set_, "max_documents": 2}]
+        return build_validation(ValConfig.model_validate(suite), mesh=make_mesh(), **keys)
+
+    with pytest.raises(ConfigError, match=r"val\.context: .* a space before every text, and the shards of kept do not"):
+        build("prefix", "kept", shards)
+    assert build("none", "kept", shards) is not None
+    validation = build("prefix", "rows", path)
+    assert validation is not None
+    assert validation.score_own_rows(FlatLM(258))[0][:, 3:].tolist() == [[3, 2], [5, 4]]  # type: ignore[arg-type]
+    metrics = validation.run(FlatLM(258))  # type: ignore[arg-type]
+    assert metrics is not None
+    assert metrics["val/rows/bpb@16"] == pytest.approx(math.log2(258) * 8 / 6, rel=1e-6)
+    assert (tmp_path / "used").exists() and not (tmp_path / "unused").exists()
+
+
+def test_ranks_agree_before_the_first_round(
+    build: Callable[..., Validation], write_shard: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agreed: list[Validation] = []
+    monkeypatch.setattr(Validation, "agree", lambda self: agreed.append(self))
+    validation = build(write_shard([[40, 41, 0]]))
+    assert agreed == [validation]
