@@ -108,10 +108,10 @@ def test_metrics_and_records(write_shard: Callable[..., Path]) -> None:
 
 
 def test_ids_beyond_the_vocabulary_are_named(write_shard: Callable[..., Path]) -> None:
-    set_ = make_set(write_shard([[40, 41, EOS], [42, 60, EOS]]))
+    set_ = make_set(write_shard([[40, 41, EOS], [42, 50, 61, EOS]]))
     windows = set_.windows(8)
     assert set_.read(windows, np.array([0])).labels.tolist() == [41, EOS]
-    with pytest.raises(RunError, match=r"held-out set held: .*\.ds: token 4 has id 60, but the model's vocabulary"):
+    with pytest.raises(RunError, match=r"held-out set held: .*\.ds: token 4 has id 50, but the model's vocabulary"):
         set_.read(windows, np.array([0, 1]))
 
 

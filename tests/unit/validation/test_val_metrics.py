@@ -112,12 +112,12 @@ def test_of_options_that_tie_the_first_is_chosen(answer: int, acc: float) -> Non
 def test_equal_options_tie_whatever_rounding_makes_of_them() -> None:
     """They are scored in different rows. The numbers of the first one count, in metrics and in records."""
     numbers = np.arange(2)
-    scores, options = scores_of([3.0 + 1e-7, 3.0, 3.0, 3.0 + 1e-7]), pairs_of([4, 4, 3, 4], [0, 0, 2, 2])
+    scores, options = scores_of([3.0, 3.0 + 1e-7, 3.0 + 1e-7, 3.0]), pairs_of([4, 4, 3, 4], [0, 0, 2, 2])
     # Equal tokens of texts that a tokenizer makes equal: per byte the second pair's rejected text is the better one.
     assert pair_metrics(scores, options) == {"acc": 0.0, "acc_norm": 0.0, "margin": 0.0}
     records = pair_records(scores, options, numbers)
     assert correct_of(records) == [False, False]
-    assert options_in(records) == [[3.0 + 1e-7] * 2, [3.0] * 2]
+    assert options_in(records) == [[3.0] * 2, [3.0 + 1e-7] * 2]
     scores = scores_of([5, 2 + 1e-7, 2, 2, 2 + 1e-7, 9])
     options = options_of([3, 3], [1, 1], [7] * 6, [0, 1, 1, 3, 3, 5])
     assert choice_metrics(scores, options) == {"acc": 0.5, "acc_norm": 0.5}
