@@ -112,7 +112,7 @@ def make_documents(num_tokens: int, lengths: Sequence[int], *, long: bool) -> li
     left = num_tokens
     while left > 0:
         is_long = long and len(documents) % 50 == 49
-        length = max(2, min(left, int(generator.integers(*lengths)) * (10 if is_long else 1)))
+        length = max(2, min(left, int(generator.integers(lengths[0], lengths[1])) * (10 if is_long else 1)))
         start = int(generator.integers(0, max(1, text.size - length)))
         documents.append(np.append(text[start : start + length - 1], 0))
         left -= documents[-1].size
