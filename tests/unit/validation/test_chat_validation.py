@@ -148,6 +148,7 @@ def test_rows_of_a_pass_and_padding_in_any_order(rows: list[int]) -> None:
         expected = padding_rows(1, 16)
         if row >= 0:
             source.fill(0, np.array([row]), expected)
+        assert row >= 0 or (filled.rows.labels[slot] == IGNORE_INDEX).all()
         for name in ("input_ids", "labels", "num_padding"):
             assert getattr(filled.rows, name)[slot].tolist() == getattr(expected, name)[0].tolist()
         (segments,) = expected.segment_lengths

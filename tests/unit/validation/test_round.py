@@ -160,6 +160,7 @@ def test_a_row_costs_the_pairs_that_attend_in_it() -> None:
         filled = task.fill(np.array([row]))
         lengths = filled.rows.segment_lengths[0][filled.pieces >= 0]
         assert filled.rows.num_padding.tolist() == [16 - lengths.sum()]
+        assert (filled.rows.labels[0, lengths.sum() :] == IGNORE_INDEX).all()
         expected.append(sum(length * (length + 1) / 2 for length in lengths.tolist()))
     assert task.costs.tolist() == expected
     assert len(set(expected)) > 5

@@ -119,6 +119,13 @@ def test_changed_text_is_told_and_counts_as_it_is_spelled(
         assert note.endswith("rows.jsonl, line 2)")
 
 
+def test_one_changed_option_makes_a_document_changed(make_set: Callable[..., TextSet]) -> None:
+    rows = [{"choices": ["cafe\u0301", "the"], "answer": 1}, {"choices": ["a", "the"], "answer": 1}]
+    (note,) = make_set(rows, family="byte-level BPE, NFC").notes
+    assert "documents that the tokenizer changes" in note
+    assert ": 1 (" in note and note.endswith("rows.jsonl, line 1)")
+
+
 def test_text_that_spells_a_control_token_is_text(make_set: Callable[..., TextSet]) -> None:
     set_ = make_set([{"text": "<|bos|>"}], prefix_id=1)
     piece = set_.read(set_.windows(64), np.array([0]))

@@ -243,7 +243,12 @@ def test_max_documents_takes_the_first_rows(make_set: Callable[..., TextSet]) ->
     assert make_set([{"text": "ab"}, {"text": 3}], max_documents=1).num_documents == 1
 
 
-def test_ids_beyond_the_models_vocabulary_are_named(make_set: Callable[..., TextSet]) -> None:
+@pytest.mark.parametrize("most_chars", [1, 2**20])
+def test_ids_beyond_the_models_vocabulary_are_named(
+    make_set: Callable[..., TextSet], monkeypatch: pytest.MonkeyPatch, most_chars: int
+) -> None:
+    """With the first row that has the largest, in whatever batch."""
+    monkeypatch.setattr("trainer.validation.sets.encode._BATCH_CHARS", most_chars)
     rows = [{"text": "ab"}, {"text": " the a"}, {"text": "b the"}]
     message = r"rows\.jsonl, line 2: its text has the token id 258, but the model's vocabulary has 258"
     with pytest.raises(ConfigError, match=message):
