@@ -97,6 +97,11 @@ def test_the_space_is_in_no_other_window(make_set: Callable[..., TextSet]) -> No
     assert scored_bytes(set_, 8) == 4
     set_ = make_set([{"context": "the", "continuation": " the"}], family="SentencePiece, Prepend", prefix_id=7)
     assert scored_bytes(set_, 8) == 4
+    # Nor where the prefix stands before the context, whose first token the space is in.
+    set_ = make_set(
+        [{"context": "the", "continuation": " the"}], family="SentencePiece, Prepend", prefix_id=7, always=True
+    )
+    assert scored_bytes(set_, 8) == 4
     set_ = make_set([{"context": "", "continuation": "the"}], family="SentencePiece, Prepend", prefix_id=7)
     assert scored_bytes(set_, 8) == 3
 
