@@ -97,6 +97,8 @@ class SnapshotWriter:
                 (self._run_dir / queue.FOLDER_NAME).mkdir(parents=True, exist_ok=True)
                 if step < self._total_steps:
                     queue.unmark_final(self._run_dir)
+            elif (self._run_dir / queue.FOLDER_NAME).is_dir():
+                queue.mark_final(self._run_dir, step)  # a worker that is alive would wait for more
 
         on_rank_0(self._mesh, clean_up)
 

@@ -342,8 +342,6 @@ def test_scoring_into_a_directory_of_its_own_records_its_config(make: Callable[.
 
 def test_scoring_a_living_run_says_where_else_it_can_be_done(make: Callable[..., SFTConfig]) -> None:
     attempt = open_run_dir(make(), print)
-    with pytest.raises(
-        ConfigError, match=r"in use by a run .*; its checkpoints can be scored meanwhile: give "
-    ):
+    with pytest.raises(ConfigError, match=r"in use by a run .*; its checkpoints can be scored meanwhile: give "):
         check_run_dir(make(max_steps=0, resume={}))
     attempt.close()

@@ -134,8 +134,12 @@ def test_a_resumed_run_deletes_what_lies_ahead(bench: Any, caplog: pytest.LogCap
 
 def test_what_lies_ahead_goes_without_the_table_too(bench: Any) -> None:
     bench.run(bench.trainer())
-    bench.run(bench.trainer(resume={"step": 3}, eval_snapshots=None))
-    assert bench.names() == ["step_2"]
+    trainer = bench.trainer(resume={"step": 3}, eval_snapshots=None)
+    assert bench.names() == ["final.json", "step_2"]
+    assert queue.final_step(bench.run_dir) == 3  # a living worker ends: no more will come
+    bench.run(trainer)
+    bench.run(bench.trainer(resume={}, max_steps=8))
+    assert bench.names() == ["final.json", "step_2", "step_8"]
 
 
 def test_a_longer_run_has_another_last_one(bench: Any) -> None:
