@@ -86,7 +86,7 @@ def kill_and_resume(runner, undisturbed, name: str, seed: int, ranks: int = 1) -
     assert [key for key in theirs if not torch.equal(ours[key], theirs[key])] == []
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_kill_9_loses_nothing(runner, undisturbed, seed):
     """Field case R66: at random moments in training and in saving; the final weights are bit-equal."""
     kill_and_resume(runner, undisturbed, f"killed_{seed}", seed)

@@ -88,7 +88,7 @@ def read_all(folder: Path) -> int:
     )
     windows = held_out.windows(8)
     for number, length in enumerate(windows.num_inputs.tolist()):
-        piece = held_out.read(windows, number)
+        piece = held_out.read(windows, np.array([number]))
         assert len(piece.input_ids) == len(piece.labels) == length
         assert int(piece.input_ids.min()) >= 0 and int(piece.input_ids.max()) < VOCAB
         assert ((piece.labels == IGNORE_INDEX) | ((piece.labels >= 0) & (piece.labels < VOCAB))).all()
