@@ -65,6 +65,10 @@ class ResumeConfig(BaseConfig):
     dir: Path | None = None
     """Run directory to fork from. Unset: this run's own."""
 
+    auto: bool = False
+    """For jobs that are queued again: the newest whole checkpoint of this run; before there is one, that of `dir`, or
+    without `dir` a fresh start."""
+
 
 class NanGuardConfig(BaseConfig):
     """`[nan_guard]`: what to do about steps whose loss or gradient is not finite (their update is always skipped)."""

@@ -3,12 +3,13 @@
 They run when a command line is resolved, before anything is spawned; not when a config is read back from its JSON.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from configs.checkpoint import EvalSnapshotsConfig, ResumeConfig
 from configs.data import ChatConfig, DataConfig, NoDataConfig, TokensDataConfig, is_dataset_id
 from configs.errors import Fault
-from configs.launch import DeploymentConfig, RunConfig
+from configs.launch import DeploymentConfig, MultiNodeConfig, RunConfig
 from configs.model import ModelConfig, is_hub_id
 from configs.optim import ConstantSchedulerConfig, SchedulerConfig
 from configs.validation import SET_ENDINGS, SuiteConfig, ValConfig
@@ -45,16 +46,59 @@ def check_weights(model: ModelConfig, *, resuming: bool) -> list[Fault]:
     return faults
 
 
-def check_batch(data: DataConfig, deployment: DeploymentConfig) -> list[Fault]:
-    """Every rank gets whole micro-batches, where the number of ranks is known."""
-    ranks = deployment.num_train_gpus
-    if ranks is None or data.batch_size % (data.micro_batch_size * ranks) == 0:
-        return []
-    message = (
-        f"{data.batch_size} is not a multiple of data.micro_batch_size x deployment.num_train_gpus = "
-        f"{data.micro_batch_size} x {ranks}"
-    )
-    return [Fault(key="data.batch_size", message=message)]
+def check_deployment(deployment: DeploymentConfig, model: ModelConfig, *, has_slurm: bool) -> list[Fault]:
+    """Something starts the processes, and the replicas are said once."""
+    faults = []
+    if isinstance(deployment, MultiNodeConfig):
+        if not has_slurm:
+            message = '"multi_node" needs [slurm], which finds the machines and starts the run on each'
+            faults.append(Fault(key="deployment.type", message=message))
+        group = deployment.nodes_per_fsdp_group
+        if group is not None and model.dp_replicate > 1:
+            message = "says the same as deployment.nodes_per_fsdp_group; give only one of them"
+            faults.append(Fault(key="model.dp_replicate", message=message))
+    elif has_slurm and deployment.num_train_gpus is None and deployment.gpus_per_node is None:
+        message = "is missing: how many GPUs the job asks for cannot be seen from here"
+        faults.append(Fault(key="deployment.num_train_gpus", message=message))
+    return faults
+
+
+def check_ranks(model: ModelConfig, data: DataConfig, *, dp_replicate: int, ranks: int | None) -> list[Fault]:
+    """The ranks make up whole replicas and whole groups of context parallelism, and each gets whole micro-batches.
+
+    Args:
+        dp_replicate: replicas of the weights.
+        ranks: None where it is not known yet; then only what holds for any number is checked.
+    """
+    faults = []
+    group = dp_replicate * model.cp
+    if ranks is not None and ranks % group:
+        key, given = ("model.cp", "model.cp") if dp_replicate == 1 else ("model.dp_replicate", "dp_replicate x cp")
+        return [Fault(key=key, message=f"{ranks} workers are not a multiple of {given} = {group}")]
+    if ranks is not None and data.batch_size % (data.micro_batch_size * ranks // model.cp):
+        shared = "" if model.cp == 1 else f", {model.cp} of which share each row"
+        message = (
+            f"{data.batch_size} is not a multiple of data.micro_batch_size x data-parallel ranks = "
+            f"{data.micro_batch_size} x {ranks // model.cp} ({ranks} workers{shared})"
+        )
+        faults.append(Fault(key="data.batch_size", message=message))
+    return faults
+
+
+def check_shares(model: ModelConfig, lengths: Mapping[str, Sequence[int]]) -> list[Fault]:
+    """Rows can be cut into equal shares for context parallelism.
+
+    Args:
+        lengths: of rows, by the key that gives them.
+    """
+    pieces = model.cp * (2 if model.cp_style == "ring" else 1)
+    why = "model.cp" if model.cp_style == "ulysses" else "2 x model.cp"
+    return [
+        Fault(key=key, message=f"{length} is not a multiple of {why} = {pieces}: the ranks' shares would differ")
+        for key, of_key in lengths.items()
+        for length in of_key
+        if model.cp > 1 and length % pieces
+    ]
 
 
 def check_schedule(scheduler: SchedulerConfig, *, lr: float, total_steps: int | None) -> list[Fault]:

@@ -7,7 +7,7 @@ from pydantic import Field
 from configs.base import BaseConfig
 from configs.checks import check_suite
 from configs.errors import Fault
-from configs.launch import DeploymentConfig
+from configs.launch import SingleNodeConfig
 from configs.monitor import LogConfig
 from configs.validation import SuiteConfig
 
@@ -30,7 +30,7 @@ class EvalWorkerConfig(BaseConfig):
     log: LogConfig = LogConfig()
     """Console and rank logs."""
 
-    deployment: DeploymentConfig = DeploymentConfig()
+    deployment: SingleNodeConfig = SingleNodeConfig()
     """Worker processes."""
 
     def run_faults(self) -> list[Fault]:

@@ -1,7 +1,7 @@
-"""`[run]` and `[deployment]`: where a run lies and which processes it gets."""
+"""`[run]`, `[deployment]` and `[slurm]`: where a run lies and which processes it gets, and from whom."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -19,17 +19,8 @@ class RunConfig(BaseConfig):
     """Folder under output_dir. Unset: <data>--<model>--<8 hex digits>."""
 
 
-class DeploymentConfig(BaseConfig):
-    """`[deployment]`"""
-
-    type: Literal["single_node"] = "single_node"
-    """Processes on this machine."""
-
-    num_train_gpus: int | None = Field(default=None, ge=1)
-    """Worker processes, one per GPU. Unset: every visible GPU, or one process on a machine without."""
-
-    gpus_per_node: int | None = Field(default=None, ge=1)
-    """GPUs of the machine, which num_train_gpus may not exceed."""
+class WorkersConfig(BaseConfig):
+    """What the deployments share."""
 
     num_infer_gpus: int = Field(default=0, ge=0)
     """For prime-rl's files: 0, since no inference runs beside the training here."""
@@ -56,8 +47,86 @@ class DeploymentConfig(BaseConfig):
                     "it out; held-out data is scored by [val]"
                 )
                 faults.append(Fault(key=key, message=message))
+        return faults
+
+
+class SingleNodeConfig(WorkersConfig):
+    """`[deployment]` with `type = "single_node"`: processes on one machine."""
+
+    type: Literal["single_node"] = "single_node"
+    """Processes on one machine: this one, or with `[slurm]` the one that the job gets."""
+
+    num_train_gpus: int | None = Field(default=None, ge=1)
+    """Worker processes, one per GPU. Unset: every visible GPU, or one process on a machine without; with `[slurm]`
+    gpus_per_node."""
+
+    gpus_per_node: int | None = Field(default=None, ge=1)
+    """GPUs of the machine, which num_train_gpus may not exceed."""
+
+    def table_faults(self) -> list[Fault]:
+        faults = super().table_faults()
         asked, there = self.num_train_gpus, self.gpus_per_node
         if asked is not None and there is not None and asked > there:
             message = f"{asked} is more than gpus_per_node = {there}"
             faults.append(Fault(key="num_train_gpus", message=message))
         return faults
+
+
+class MultiNodeConfig(WorkersConfig):
+    """`[deployment]` with `type = "multi_node"`: processes on several machines, which `[slurm]` finds."""
+
+    type: Literal["multi_node"]
+    """Processes on several machines, which `[slurm]` finds."""
+
+    num_nodes: int = Field(default=2, ge=1)
+    """Machines."""
+
+    gpus_per_node: int = Field(default=8, ge=1)
+    """Worker processes on each machine, one per GPU."""
+
+    nodes_per_fsdp_group: int | None = Field(default=None, ge=1)
+    """Machines that share one copy of the weights: another way to give model.dp_replicate."""
+
+    def table_faults(self) -> list[Fault]:
+        faults = super().table_faults()
+        if self.nodes_per_fsdp_group is not None and self.num_nodes % self.nodes_per_fsdp_group:
+            message = f"{self.nodes_per_fsdp_group} does not divide num_nodes = {self.num_nodes}"
+            faults.append(Fault(key="nodes_per_fsdp_group", message=message))
+        return faults
+
+
+DeploymentConfig = Annotated[SingleNodeConfig | MultiNodeConfig, Field(discriminator="type")]
+
+
+class SlurmConfig(BaseConfig):
+    """`[slurm]`: submit the run as a SLURM job instead of starting it here."""
+
+    job_name: str | None = Field(default=None, min_length=1)
+    """Name of the job. Unset: the run's."""
+
+    partition: str | None = Field(default=None, min_length=1)
+    """Partition. Unset: the cluster's default."""
+
+    account: str | None = Field(default=None, min_length=1)
+    """Account that is charged."""
+
+    time: str | None = Field(default=None, min_length=1)
+    """Time limit, as sbatch takes it: "24:00:00"."""
+
+    nodelist: str | None = Field(default=None, min_length=1)
+    """Nodes to run on."""
+
+    exclude: str | None = Field(default=None, min_length=1)
+    """Nodes not to run on."""
+
+    pre_run_command: str | None = Field(default=None, min_length=1)
+    """Shell commands on every node before the workers start, such as `module load`."""
+
+    template_path: Path | None = None
+    """A jinja2 template of the sbatch script. Unset: templates/single_node.sbatch.j2 or multi_node.sbatch.j2."""
+
+    requeue: bool = False
+    """When the time limit or a preemption stops the job, queue it again; it goes on from its newest checkpoint."""
+
+    signal_seconds: int = Field(default=120, ge=10)
+    """So long before the time limit the run is asked to stop: it ends its step and writes a checkpoint."""

@@ -48,6 +48,13 @@ class ActivationCheckpointConfig(BaseConfig):
     """Recompute every freq-th block."""
 
 
+class ActivationOffloadConfig(BaseConfig):
+    """`[model.ac_offloading]`: keep activations for the backward pass in host memory."""
+
+    max_inflight_activations: int = Field(default=2, ge=1)
+    """Blocks whose activations may be on the GPU besides the running one's: on their way out, or back."""
+
+
 class DebugModelConfig(BaseConfig):
     """`[model.debug]`: short cuts for a quick look, never for a result."""
 
@@ -119,6 +126,9 @@ class ModelConfig(BaseConfig):
     ac: ActivationCheckpointConfig | None = None
     """Activation checkpointing."""
 
+    ac_offloading: ActivationOffloadConfig | None = None
+    """Activations in host memory."""
+
     compute_dtype: Dtype | None = None
     """Dtype of the forward and backward pass. Unset: bfloat16, or float64 with `optimization_dtype = "float64"`."""
 
@@ -134,6 +144,29 @@ class ModelConfig(BaseConfig):
     defer_grad_sync: bool = False
     """Above one rank: reduce gradients once per optimizer step instead of after every micro-batch. Costs the memory
     of unsharded gradients and weights."""
+
+    defer_replicate_sync: bool = False
+    """With dp_replicate above 1: after every micro-batch only reduce within a replica; add up over the replicas once
+    per optimizer step. Costs the memory of sharded gradients."""
+
+    dp_replicate: int = Field(default=1, ge=1)
+    """Replicas of the sharded weights (HSDP): gathered within a replica, gradients added up over replicas."""
+
+    cp: int = Field(default=1, ge=1)
+    """Ranks that share each row (context parallelism). The others shard the weights: dp_shard = ranks /
+    (dp_replicate x cp), and weights lie over dp_shard x cp."""
+
+    cp_style: Literal["ulysses", "ring"] = "ulysses"
+    """`ulysses`: each rank attends over the whole row for a part of the heads. `ring`: keys and values go round."""
+
+    ep: int = Field(default=1, ge=1)
+    """Expert parallelism: 1, since no mixture-of-experts family is implemented here."""
+
+    fsdp_cpu_offload: bool = False
+    """Above one rank: weights, gradients and optimizer state in host memory, gathered to the GPU block by block."""
+
+    optim_cpu_offload: bool = False
+    """Optimizer moments in pinned host memory; the update brings them to the GPU piece by piece."""
 
     @property
     def takes_weights_of_name(self) -> bool:
@@ -178,6 +211,18 @@ class ModelConfig(BaseConfig):
         if self.compute_dtype == "float64" and self.optimization_dtype == "float32":
             message = '"float64" needs optimization_dtype = "float64": masters in float32 hold no more digits'
             faults.append(Fault(key="compute_dtype", message=message))
+        if self.ep > 1:
+            message = f"{self.ep} needs a mixture-of-experts model, and no family of them is implemented here"
+            faults.append(Fault(key="ep", message=message))
+        if self.defer_grad_sync and self.defer_replicate_sync:
+            message = "is part of what defer_grad_sync does; give only one of them"
+            faults.append(Fault(key="defer_replicate_sync", message=message))
+        elif self.defer_replicate_sync and self.dp_replicate == 1:
+            message = "needs replicas to add up over: set dp_replicate above 1, or leave it out"
+            faults.append(Fault(key="defer_replicate_sync", message=message))
+        if self.cp > 1 and self.impl == "hf":
+            message = f"{self.cp} needs the implementation here: the models of transformers see whole rows"
+            faults.append(Fault(key="cp", message=message))
         if self.attn == "varlen" and self.resolved_compute_dtype != "bfloat16":
             message = f'"varlen" computes in bfloat16 only, not in {self.resolved_compute_dtype}; use "sdpa" or "auto"'
             faults.append(Fault(key="attn", message=message))

@@ -8,19 +8,21 @@ from pydantic import Field, model_validator
 from configs.base import BaseConfig
 from configs.checkpoint import CheckpointConfig, EvalSnapshotsConfig, NanGuardConfig, ResumeConfig
 from configs.checks import (
-    check_batch,
     check_data,
+    check_deployment,
     check_end,
+    check_ranks,
     check_resume,
     check_rounds,
     check_schedule,
     check_scoring,
+    check_shares,
     check_suite,
     check_weights,
 )
 from configs.data import DataConfig
 from configs.errors import Fault
-from configs.launch import DeploymentConfig, RunConfig
+from configs.launch import DeploymentConfig, MultiNodeConfig, RunConfig, SingleNodeConfig, SlurmConfig
 from configs.model import ModelConfig
 from configs.monitor import LogConfig, MonitorsConfig
 from configs.optim import AdamWConfig, ConstantSchedulerConfig, SchedulerConfig
@@ -90,8 +92,11 @@ class SFTConfig(BaseConfig):
     log: LogConfig = LogConfig()
     """Console and rank logs."""
 
-    deployment: DeploymentConfig = DeploymentConfig()
-    """Worker processes."""
+    deployment: DeploymentConfig = SingleNodeConfig()
+    """Worker processes: a union on `type`."""
+
+    slurm: SlurmConfig | None = None
+    """Submit the run as a SLURM job."""
 
     deterministic: bool = False
     """Bit-equal repeats on CUDA too, at some cost in speed; see docs/models.md. On CPU repeats always are."""
@@ -123,6 +128,29 @@ class SFTConfig(BaseConfig):
         return validated if self.only_scores and validated else max(self.data.seq_len, validated)
 
     @property
+    def ranks(self) -> int | None:
+        """Worker processes; None where the machine's GPUs decide."""
+        match self.deployment:
+            case SingleNodeConfig(num_train_gpus=asked, gpus_per_node=there):
+                return asked or (there if self.slurm is not None else None)
+            case MultiNodeConfig(num_nodes=nodes, gpus_per_node=there):
+                return nodes * there
+
+    @property
+    def dp_replicate(self) -> int:
+        """Replicas of the weights."""
+        match self.deployment:
+            case MultiNodeConfig(num_nodes=nodes, nodes_per_fsdp_group=group) if group is not None:
+                return nodes // group
+            case _:
+                return self.model.dp_replicate
+
+    @property
+    def _row_lengths(self) -> dict[str, list[int]]:
+        trained = {} if self.only_scores else {"data.seq_len": [self.data.seq_len]}
+        return trained if self.val is None else trained | self.val.row_lengths
+
+    @property
     def chat_cache(self) -> Path:
         """Folder of tokenised conversations where a table of chats names none."""
         return self.output_dir / ".cache" / "chats"
@@ -139,14 +167,17 @@ class SFTConfig(BaseConfig):
                 *check_scoring(self.val),
                 *check_weights(self.model, resuming=self.resume is not None),
                 *check_resume(self.resume, self.run, clean=self.clean, max_steps=None, counts_on=True),
+                *check_shares(self.model, self._row_lengths),
                 *check_suite(self.val),
             ]
         # With the counters set back, the checkpoint's step says nothing about how far this run is.
         counts_on = self.ckpt is None or not self.ckpt.skip_progress
         return [
+            *check_deployment(self.deployment, self.model, has_slurm=self.slurm is not None),
             *check_end(self.data, max_steps=self.max_steps),
             *check_weights(self.model, resuming=self.resume is not None),
-            *check_batch(self.data, self.deployment),
+            *check_ranks(self.model, self.data, dp_replicate=self.dp_replicate, ranks=self.ranks),
+            *check_shares(self.model, self._row_lengths),
             *check_schedule(self.scheduler, lr=self.optim.lr, total_steps=self.max_steps),
             *check_resume(self.resume, self.run, clean=self.clean, max_steps=self.max_steps, counts_on=counts_on),
             *check_rounds(self.val, self.eval_snapshots),

@@ -81,12 +81,18 @@ class SuiteConfig(BaseConfig):
     """Folder of tokenised sets. Unset: output_dir/.cache/val."""
 
     @property
+    def row_lengths(self) -> dict[str, list[int]]:
+        """Tokens of the rows that the model will see, by the key that gives them."""
+        lengths: dict[str, list[int]] = {} if self.data is None else {"val.data.seq_len": [self.data.seq_len]}
+        for entry in self.sets:
+            own = not isinstance(entry, str) and entry.seq_lens is not None
+            lengths.setdefault("val.sets" if own else "val.seq_lens", []).extend(self.seq_lens_of(entry))
+        return lengths
+
+    @property
     def longest_row(self) -> int:
-        """Tokens of the longest row that the model will see."""
-        lengths = [length for entry in self.sets for length in self.seq_lens_of(entry)]
-        if self.data is not None:
-            lengths.append(self.data.seq_len)
-        return max(lengths, default=2)
+        """Tokens of the longest of them."""
+        return max((length for lengths in self.row_lengths.values() for length in lengths), default=2)
 
     def seq_lens_of(self, entry: str | ValSetConfig) -> list[int]:
         """Window lengths of a set."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from configs.base import BaseConfig
-    from configs.launch import DeploymentConfig
+    from configs.launch import WorkersConfig
     from trainer.attempts import Attempt
 
 C = TypeVar("C", bound="BaseConfig")
@@ -85,7 +85,7 @@ def _run(
 
 
 def launch_attempt(
-    attempt: "Attempt", deployment: "DeploymentConfig", num_workers: int, worker_command: Sequence[str]
+    attempt: "Attempt", deployment: "WorkersConfig", num_workers: int, worker_command: Sequence[str]
 ) -> int:
     """Run the workers of an attempt to their end, and close it.
 

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from configs.errors import ConfigError, Fault
-from configs.launch import DeploymentConfig
+from configs.launch import DeploymentConfig, SingleNodeConfig
 from trainer.attempts import Attempt
 from trainer.errors import RunError
 from trainer.run import STOP_SIGNALS, rank_error, rank_log
@@ -56,7 +56,7 @@ def count_workers(config: DeploymentConfig) -> int:
     # Seconds to import, which `sft --help` and faults of the config should not take.
     import torch
 
-    asked = config.num_train_gpus
+    asked = config.num_train_gpus if isinstance(config, SingleNodeConfig) else config.gpus_per_node
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if visible == 0:
         return asked or 1

@@ -48,7 +48,8 @@ def _start(config: "SFTConfig") -> int:
     config = fill_run_name(config)
     run_dir = run_dir_of(config)
     check_run_dir(config)
-    num_workers = count_workers(config.deployment)
+    num_workers = count_workers(config.deployment) if config.slurm is None else config.ranks
+    assert num_workers is not None, "SFTConfig.run_faults asks for the number with [slurm]"
     # Imports models and transformers, which take seconds.
     from trainer.monitors import check_monitors
     from trainer.preflight import preflight, preflight_scoring

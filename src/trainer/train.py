@@ -63,7 +63,9 @@ class Trainer:
         self.config, self.run_info = config, run
         if config.deterministic:
             make_deterministic()
-        self.mesh = mesh = build_mesh(config.deployment.timeout_seconds)
+        self.mesh = mesh = build_mesh(
+            config.deployment.timeout_seconds, dp_replicate=config.dp_replicate, cp=config.model.cp
+        )
         inputs = prepare(config)
         self.model_folder = inputs.model_folder
         self.plan = plan_run(config, inputs.source, mesh.world_size)

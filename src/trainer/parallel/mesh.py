@@ -12,30 +12,58 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The ranks of a run."""
+    """The ranks of a run, and this process's place among them.
+
+    Ranks are numbered by replica, then by shard of the weights, then by share of a row: rank = (replica * dp_shard +
+    shard) * cp_size + cp_rank. So ranks that share rows, and ranks that share weights, are neighbours.
+    """
 
     device: torch.device
     rank: int
     world_size: int
     dp_rank: int
-    """Data rank: which part of a global batch this process reads."""
+    """Data rank: which rows of a global batch this process reads, together with the others of its `cp_group`."""
 
     dp_size: int
+    """dp_replicate x dp_shard"""
+
+    dp_replicate: int = 1
+    """Replicas of the weights."""
+
+    cp_rank: int = 0
+    """Which share of its rows this process computes."""
+
+    cp_size: int = 1
+
     device_mesh: DeviceMesh | None
-    """None at one rank."""
+    """Over which the weights lie: (dp_shard_cp,), or (dp_replicate, dp_shard_cp) with replicas; None at one rank."""
+
+    cp_group: dist.ProcessGroup | None = None
+    """The ranks that share rows; None where none do."""
 
     host_group: dist.ProcessGroup | None
     """gloo group of its own for the checkpoint writer, whose thread must not mix its collectives with the step's."""
 
+    @property
+    def counts_rows(self) -> bool:
+        """Whether what the host knows of rows (their tokens, digests) is this rank's to count: one of those that share
+        the rows does. What the device computes, each counts for its own share."""
+        return self.cp_rank == 0
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether what is equal on all replicas (shards of weights) is this rank's to count."""
+        return self.rank < self.world_size // self.dp_replicate
+
     def sum_(self, values: Tensor) -> Tensor:
-        """Add `values` up over data ranks, in place; nothing to do at one."""
-        if self.dp_size > 1:
+        """Add `values` up over all ranks, in place; nothing to do at one."""
+        if self.world_size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.SUM)
         return values
 
     def max_(self, values: Tensor) -> Tensor:
-        """Take the largest of each of `values` over data ranks, in place."""
-        if self.dp_size > 1:
+        """Take the largest of each of `values` over all ranks, in place."""
+        if self.world_size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
 
@@ -45,11 +73,13 @@ def one_rank_mesh(device: torch.device) -> Mesh:
     return Mesh(device=device, rank=0, world_size=1, dp_rank=0, dp_size=1, device_mesh=None, host_group=None)
 
 
-def build_mesh(timeout_seconds: int) -> Mesh:
+def build_mesh(timeout_seconds: int, *, dp_replicate: int = 1, cp: int = 1) -> Mesh:
     """Join the process group that the launcher described in the environment.
 
     Args:
         timeout_seconds: a collective that takes longer raises.
+        dp_replicate: replicas of the weights.
+        cp: ranks that share each row; dp_replicate x cp divides the number of ranks.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if torch.cuda.is_available():
@@ -67,12 +97,23 @@ def build_mesh(timeout_seconds: int) -> Mesh:
     )
     host_group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(host_group, dist.ProcessGroup)  # something else only on ranks outside of it
+    shards = world_size // dp_replicate
+    replicas = ((dp_replicate, "dp_replicate"),) if dp_replicate > 1 else ()
+    sizes, names = zip(*replicas, (shards, "dp_shard_cp"), strict=True)
+    cp_group = None
+    if cp > 1:
+        rows = init_device_mesh(device.type, (world_size // cp, cp), mesh_dim_names=("dp", "cp"))
+        cp_group = rows.get_group("cp")
     return Mesh(
         device=device,
         rank=rank,
         world_size=world_size,
-        dp_rank=rank,
-        dp_size=world_size,
-        device_mesh=init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp_shard",)),
+        dp_rank=rank // cp,
+        dp_size=world_size // cp,
+        dp_replicate=dp_replicate,
+        cp_rank=rank % cp,
+        cp_size=cp,
+        device_mesh=init_device_mesh(device.type, sizes, mesh_dim_names=names),
+        cp_group=cp_group,
         host_group=host_group,
     )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from configs.checks import check_batch
+from configs.checks import check_ranks
 from configs.errors import ConfigError, Fault
 from configs.sft import SFTConfig
 from trainer.data.row import RowSource
@@ -58,7 +58,7 @@ def plan_run(config: SFTConfig, source: RowSource, world_size: int) -> Plan:
         ConfigError: the batch does not divide over the ranks, or the data and the steps do not fit.
     """
     data = config.data
-    faults = check_batch(data, config.deployment.model_copy(update={"num_train_gpus": world_size}))
+    faults = check_ranks(config.model, data, dp_replicate=config.dp_replicate, ranks=world_size)
     fitting = None if data.max_epochs is None else data.max_epochs * source.num_rows // data.batch_size
     steps = fitting if config.max_steps is None else config.max_steps
     assert steps is not None, "SFTConfig.run_faults asks for max_steps or data.max_epochs"
@@ -73,7 +73,7 @@ def plan_run(config: SFTConfig, source: RowSource, world_size: int) -> Plan:
         num_rows=source.num_rows,
         epochs=steps * data.batch_size / source.num_rows,
         world_size=world_size,
-        grad_accum_steps=data.batch_size // (data.micro_batch_size * world_size),
+        grad_accum_steps=data.batch_size * config.model.cp // (data.micro_batch_size * world_size),
         data=source.description,
     )
 
