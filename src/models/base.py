@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from models.batch import Batch
 from models.counts import MatrixShapes, ParameterCounts, count_parameters
+from models.errors import ArchError
 from models.layers.block import BlockRunner
+from models.layers.context_parallel.base import ContextParallel, CpStyle
 from models.layers.dropout import DropoutKeys
 from models.layers.norm import RMSNorm
 
@@ -24,10 +26,12 @@ class LossOutput:
     """() sum of `nats` times the loss scale; call backward() on it."""
 
     nats: Tensor
-    """(rows, seq_len) fp32 (fp64 in float64 runs): -ln p(label); 0 where the label is IGNORE_INDEX. Detached."""
+    """(rows, seq_len) fp32 (fp64 in float64 runs): -ln p(label); 0 where the label is IGNORE_INDEX, or the position
+    another rank's. Detached."""
 
     greedy_hits: Tensor | None
-    """(rows, seq_len) bool: the most likely token is the label; False where there is none. None unless asked for."""
+    """(rows, seq_len) bool: the most likely token is the label; False where there is none or the position is another
+    rank's. None unless asked for."""
 
 
 # FSDP finds the loss in the root's output by flattening it, and hangs its backward hook there.
@@ -64,7 +68,7 @@ class CausalLM(nn.Module):
     """Keys to draw before every training forward pass, in a model with dropout."""
 
     def forward(self, batch: Batch, loss_scale: Tensor | None = None, greedy: bool = False) -> LossOutput:
-        """Loss of one micro-batch.
+        """Loss of one micro-batch: of this rank's share of it, where rows are shared.
 
         Args:
             loss_scale: () on the batch's device, normally 1 / loss tokens of the global batch; None is 1.
@@ -76,7 +80,28 @@ class CausalLM(nn.Module):
         raise NotImplementedError
 
     def logits(self, batch: Batch) -> Tensor:
-        """(rows, seq_len, vocab_size) logits in fp32 (fp64 in float64 runs), all at once: for generation and tests."""
+        """(rows, seq_len, vocab_size) logits in fp32 (fp64 in float64 runs), all at once: for generation and tests. 0,
+        and without gradients, where rows are shared and the position is another rank's."""
+        raise NotImplementedError
+
+    def check_context_parallel(self, style: CpStyle, size: int) -> None:
+        """Check that ranks can share rows of this model.
+
+        Args:
+            style: "ulysses" or "ring".
+            size: ranks that share a row, above 1.
+
+        Raises:
+            ArchError: they cannot.
+        """
+        raise ArchError("model_type", "this network sees whole rows; only those implemented here can share them")
+
+    def share_rows(self, parallel: ContextParallel) -> None:
+        """Compute only a share of the positions of every row from now on, the others being other ranks'.
+
+        Args:
+            parallel: this rank's part; of a style and size that `check_context_parallel` has nothing against.
+        """
         raise NotImplementedError
 
     @property

@@ -14,13 +14,16 @@ from models.batch import Batch
 from models.counts import MatrixShapes
 from models.dense.checks import refuse_unsupported
 from models.dense.layout import DenseLayout, dense_layout
-from models.layers.attention import Attention, SequenceContext
+from models.errors import ArchError
 from models.layers.block import DecoderBlock
+from models.layers.context_parallel.base import ContextParallel, CpStyle
+from models.layers.context_parallel.ulysses import heads_fit
 from models.layers.lm_head import LMHead
 from models.layers.mlp import SwiGLU
 from models.layers.norm import RMSNorm
 from models.layers.rope import Rope
 from models.layers.rope_config import rope_of_config
+from models.layers.self_attention import Attention, SequenceContext
 
 
 class DenseBlock(DecoderBlock):
@@ -44,7 +47,7 @@ class DenseBlock(DecoderBlock):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
     def body(self, hidden: Tensor, context: SequenceContext) -> Tensor:
-        """(rows, seq_len, hidden_size) -> the same."""
+        """(rows, positions, hidden_size) -> the same."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), context)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -63,13 +66,15 @@ class DenseDecoder(nn.Module):
             DenseBlock(config, layout, rotate=rotate, dtype=dtype) for rotate in layout.rope_layers
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.parallel: ContextParallel | None = None
         self.compiled: bool = False
         self.fullgraph: bool = False
 
     def forward(self, batch: Batch) -> Tensor:
-        """(rows, seq_len, hidden_size) final hidden states."""
-        hidden = self.embed_tokens(batch.input_ids)
-        context = SequenceContext(batch, attn=self.attn, rope=self.rope, dtype=hidden.dtype)
+        """(rows, positions, hidden_size) final hidden states of this rank's positions: all, or its share."""
+        input_ids = batch.input_ids if self.parallel is None else self.parallel.share(batch.input_ids)
+        hidden = self.embed_tokens(input_ids)
+        context = SequenceContext(batch, attn=self.attn, rope=self.rope, dtype=hidden.dtype, parallel=self.parallel)
         if self.compiled:
             context.prepare_compiled(self.fullgraph)
         for block in self.layers:
@@ -102,13 +107,33 @@ class DenseForCausalLM(CausalLM):
 
     def forward(self, batch: Batch, loss_scale: Tensor | None = None, greedy: bool = False) -> LossOutput:
         """Loss of one micro-batch; see CausalLM.forward."""
-        hidden = self.model(batch)
-        loss, nats, hits = self.lm_head(hidden, batch.labels, loss_scale, greedy, self._tied_weight)
+        hidden, parallel = self.model(batch), self.model.parallel
+        labels = batch.labels if parallel is None else parallel.share(batch.labels)
+        loss, nats, hits = self.lm_head(hidden, labels, loss_scale, greedy, self._tied_weight)
+        if parallel is not None:
+            nats, hits = parallel.place(nats), None if hits is None else parallel.place(hits)
         return LossOutput(loss=loss, nats=nats, greedy_hits=hits)
 
     def logits(self, batch: Batch) -> Tensor:
         """(rows, seq_len, vocab_size) in fp32 (fp64 in float64 runs)."""
-        return self.lm_head.logits(self.model(batch), self._tied_weight)
+        logits = self.lm_head.logits(self.model(batch), self._tied_weight)
+        return logits if self.model.parallel is None else self.model.parallel.place(logits)
+
+    def check_context_parallel(self, style: CpStyle, size: int) -> None:
+        """Attention by heads needs heads for every rank; see CausalLM.check_context_parallel."""
+        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        if style == "ulysses" and not heads_fit(heads, kv_heads, size):
+            fitting = [str(ranks) for ranks in range(2, heads + 1) if heads_fit(heads, kv_heads, ranks)]
+            working = f"; {', '.join(fitting)} would work" if fitting else ""
+            raise ArchError(
+                "num_attention_heads",
+                f"{heads} query heads and {kv_heads} key-value heads cannot be shared by {size} ranks{working}, and "
+                "ring attention takes any number",
+            )
+
+    def share_rows(self, parallel: ContextParallel) -> None:
+        """Take a share of every row from now on; see CausalLM.share_rows."""
+        self.model.parallel = parallel
 
     @property
     def _tied_weight(self) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Causal attention inside documents, and the context of a batch that blocks read.
+"""Causal attention inside documents.
 
 Three forms, all exact at document borders because a query never meets a key of another document:
 
@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from models.batch import Batch
 from models.errors import ArchError
-from models.layers.norm import RMSNorm
-from models.layers.rope import Rope, apply_rope, rope_table
 
 
 class AttentionForm(StrEnum):
@@ -97,77 +95,6 @@ class DocumentContext:
                 'model.compile.fullgraph does not go with attn = "sdpa" on packed documents: its loop over documents '
                 'cannot be part of a graph; use attn = "varlen", rows of one document, or fullgraph = false'
             )
-
-
-class SequenceContext(DocumentContext):
-    """What every block of ours reads of a batch besides the hidden states: document borders and RoPE table."""
-
-    def __init__(self, batch: Batch, *, attn: str, rope: Rope, dtype: torch.dtype) -> None:
-        """
-        Args:
-            batch: on the device of the model.
-            attn: "sdpa" or "varlen".
-            rope: what the table is made of.
-            dtype: of the hidden states.
-
-        Raises:
-            ValueError: `attn` cannot run on this device or dtype.
-        """
-        super().__init__(batch, attn=attn, dtype=dtype)
-        phase_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self.cos, self.sin = rope_table(batch.position_ids, rope, phase_dtype)
-
-
-class Attention(nn.Module):
-    """Multi-head attention with grouped queries (Ainslie et al. 2023, arXiv:2305.13245), with or without RoPE."""
-
-    def __init__(
-        self,
-        *,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        qkv_bias: bool,
-        output_bias: bool,
-        qk_norm_eps: float | None,
-        rotate: bool,
-        dtype: torch.dtype,
-    ) -> None:
-        """
-        Args:
-            hidden_size: width of the hidden states.
-            num_heads: query heads, a multiple of num_kv_heads.
-            num_kv_heads: key and value heads.
-            head_dim: width of a head; num_heads * head_dim need not be hidden_size.
-            qkv_bias: biases on the query, key and value projections.
-            output_bias: a bias on the output projection.
-            qk_norm_eps: RMSNorm of queries and keys over the head dimension, before RoPE; None: no norm.
-            rotate: apply RoPE to queries and keys.
-            dtype: of the parameters.
-        """
-        super().__init__()
-        self.head_dim = head_dim
-        self.rotate = rotate
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias, dtype=dtype)
-        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias, dtype=dtype)
-        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias, dtype=dtype)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=output_bias, dtype=dtype)
-        self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype) if qk_norm_eps is not None else None
-        self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype) if qk_norm_eps is not None else None
-
-    def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
-        """(rows, seq_len, hidden_size) -> the same."""
-        heads = (*hidden.shape[:-1], -1, self.head_dim)
-        query = self.q_proj(hidden).view(heads)
-        key = self.k_proj(hidden).view(heads)
-        value = self.v_proj(hidden).view(heads)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        if self.rotate:
-            query = apply_rope(query, context.cos, context.sin)
-            key = apply_rope(key, context.cos, context.sin)
-        return self.o_proj(attend(query, key, value, context).flatten(2))
 
 
 def attend(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from models.layers.attention import SequenceContext
+from models.layers.self_attention import SequenceContext
 
 RecomputeMode = Literal["full", "selective"]
 

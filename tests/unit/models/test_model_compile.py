@@ -14,7 +14,8 @@ import torch
 from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
 
-from models.layers.attention import AttentionForm, SequenceContext
+from models.layers.attention import AttentionForm
+from models.layers.self_attention import SequenceContext
 
 
 @pytest.fixture(autouse=True)
