@@ -3,9 +3,11 @@ first weights."""
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -13,6 +15,8 @@ from configs.errors import ConfigError
 from configs.model import ModelConfig
 from models.base import CausalLM
 from models.init import init_weights
+from models.layers.context_parallel.base import ContextParallel, CpStyle
+from models.layers.context_parallel.ulysses import Ulysses
 from models.lora import adapter_rules
 from models.registry import build_model
 from trainer.adapters import apply_adapters
@@ -25,6 +29,8 @@ from trainer.weights.load import load_weights
 log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+_CONTEXT_PARALLEL: dict[CpStyle, Callable[[dist.ProcessGroup], ContextParallel]] = {"ulysses": Ulysses}
 
 _DEBUG_VALUE = 0.01
 _IMPLEMENTATIONS = {"custom": "implemented here", "hf": "transformers' own, with attention inside documents"}
@@ -54,6 +60,9 @@ def build_parallel_model(
     with torch.device("meta"):
         dtype = DTYPES[config.optimization_dtype]
         model = build_model(model_config, seq_len=seq_len, attn=attn, dtype=dtype, impl=config.impl)
+    if mesh.cp_group is not None:
+        model.check_context_parallel(config.cp_style, mesh.cp_size)
+        model.share_rows(_CONTEXT_PARALLEL[config.cp_style](mesh.cp_group))
     if config.lora is not None:
         apply_adapters(config.lora, model, compute_dtype=compute_dtype)
     if config.ac is not None:
@@ -71,6 +80,8 @@ def build_parallel_model(
     grad_sync.materialize(mesh.device)
     log.info('model: %s, %s (model.impl = "%s")', model_config.model_type, _IMPLEMENTATIONS[model.impl], config.impl)
     log.info("attention %s, compute in %s, master weights in %s", attn, compute_dtype, config.optimization_dtype)
+    if mesh.cp_group is not None:
+        log.info("context parallelism: %d ranks share each row, %s attention", mesh.cp_size, config.cp_style)
     return model, grad_sync
 
 

@@ -1,8 +1,9 @@
 """What a round found out about each piece: from the device to host arrays without a wait, then added up over ranks.
 
-Each piece is scored by one rank, so the sum over ranks changes no number: it only brings them together. What is made of
-them is computed on the host, in float64 and in the order of the data. So no metric can depend on the number of ranks,
-on the rows of a forward pass or on the order of packing but by the rounding of the forward pass itself.
+Each piece is scored by one rank, or by those that share its row, each for its own positions. So the sum over ranks
+only brings the numbers together. What is made of them is computed on the host, in float64 and in the order of the data.
+So no metric can depend on the number of ranks, on the rows of a forward pass or on the order of packing but by the
+rounding of the forward pass itself, and of a float64 sum over a shared row.
 """
 
 from collections import deque

@@ -47,6 +47,7 @@ class _FilledPass:
 
     pieces: np.ndarray
     counts: np.ndarray
+    """0 on all ranks that share the rows but one, since they are added up."""
 
 
 class Validation:
@@ -131,7 +132,7 @@ class Validation:
         leave: Callable[[], bool] | None = None,
     ) -> list[np.ndarray]:
         """The results of this rank's pieces, (num_pieces, NUM_RESULTS) float64 for each task; 0 where they are another
-        rank's.
+        rank's. Of rows that ranks share, each has the results of its own positions.
 
         Raises:
             RoundLeftError: `leave` said so.
@@ -178,7 +179,7 @@ class Validation:
             task=one.task,
             batch=collate(filled.rows, full_rows=False, pin_memory=self._pin_memory),
             pieces=filled.pieces,
-            counts=filled.counts,
+            counts=filled.counts if self._mesh.counts_rows else np.zeros_like(filled.counts),
         )
 
 
