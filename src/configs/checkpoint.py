@@ -60,14 +60,14 @@ class ResumeConfig(BaseConfig):
     """`[resume]`: go on from a checkpoint. Empty: the newest whole one of this run."""
 
     step: int | None = Field(default=None, ge=0)
-    """Step of the checkpoint. Unset: the newest whole one."""
+    """Step of the checkpoint; with `auto`, of that in `dir`. Unset: the newest whole one."""
 
     dir: Path | None = None
     """Run directory to fork from. Unset: this run's own."""
 
     auto: bool = False
     """For jobs that are queued again: the newest whole checkpoint of this run; before there is one, that of `dir`, or
-    without `dir` a fresh start."""
+    without `dir` a fresh start. `ckpt.skip_*` are then about the checkpoint of `dir` only."""
 
 
 class NanGuardConfig(BaseConfig):

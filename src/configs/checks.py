@@ -6,7 +6,7 @@ They run when a command line is resolved, before anything is spawned; not when a
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from configs.checkpoint import EvalSnapshotsConfig, ResumeConfig
+from configs.checkpoint import CheckpointConfig, EvalSnapshotsConfig, ResumeConfig
 from configs.data import ChatConfig, DataConfig, NoDataConfig, TokensDataConfig, is_dataset_id
 from configs.errors import Fault
 from configs.launch import DeploymentConfig, MultiNodeConfig, RunConfig
@@ -16,10 +16,19 @@ from configs.validation import SET_ENDINGS, SuiteConfig, ValConfig
 from configs.values import join_or
 
 
-def check_weights(model: ModelConfig, *, resuming: bool) -> list[Fault]:
+def may_start_anew(resume: ResumeConfig | None) -> bool:
+    """Whether the first weights may be drawn, or loaded from `model.name`: always, or before there is a checkpoint."""
+    return resume is None or (resume.auto and resume.dir is None)
+
+
+def check_weights(model: ModelConfig, *, resuming: bool, needs_first: bool | None = None) -> list[Fault]:
     """The model is described once, and one thing decides its weights: `model.name`, `[model.init]` or `[resume]`.
 
     When resuming, the first two only describe the run that is gone on with.
+
+    Args:
+        resuming: there is a `[resume]`.
+        needs_first: first weights may be needed (see `may_start_anew`). Unset: where nothing is resumed.
     """
     faults = []
     if model.arch is not None and model.name is not None:
@@ -36,11 +45,11 @@ def check_weights(model: ModelConfig, *, resuming: bool) -> list[Fault]:
         faults.append(Fault(key="model.arch", message=message))
     if model.name is not None and not is_hub_id(model.name):
         faults += check_folder("model.name", Path(model.name))
-    if resuming:
-        if model.debug.random_init:
-            message = "leaves the weights undefined, and [resume] loads them; give only one of them"
-            faults.append(Fault(key="model.debug.random_init", message=message))
-    elif model.name is None and model.init is None and not model.debug.random_init:
+    if resuming and model.debug.random_init:
+        message = "leaves the weights undefined, and [resume] loads them; give only one of them"
+        faults.append(Fault(key="model.debug.random_init", message=message))
+    needed = not resuming if needs_first is None else needs_first
+    if needed and model.name is None and model.init is None and not model.debug.random_init:
         message = "is missing: nothing says where the weights come from; [model.init] draws them, [resume] loads them"
         faults.append(Fault(key="model.init", message=message))
     return faults
@@ -144,10 +153,13 @@ def check_resume(
     faults = []
     if clean:
         faults.append(Fault(key="clean", message="would delete what [resume] goes on from; give only one of them"))
-    if resume.dir is None and run.name is None:
-        message = "is missing: the name of the run to go on with; or give resume.dir to fork another"
-        faults.append(Fault(key="run.name", message=message))
-    if resume.dir is None and not counts_on:
+    if run.name is None and (resume.auto or resume.dir is None):
+        fork = "" if resume.auto else "; or give resume.dir to fork another"
+        faults.append(Fault(key="run.name", message=f"is missing: the name of the run to go on with{fork}"))
+    if resume.auto and resume.dir is None and resume.step is not None:
+        message = f"goes on from step {resume.step}, and resume.auto from the newest; give only one of them"
+        faults.append(Fault(key="resume.step", message=message))
+    elif resume.dir is None and not counts_on:
         message = "would mix the steps counted anew with this run's checkpoints of old; fork it: give resume.dir"
         faults.append(Fault(key="ckpt.skip_progress", message=message))
     if resume.dir is not None:
@@ -155,6 +167,20 @@ def check_resume(
     if counts_on and resume.step is not None and max_steps is not None and resume.step > max_steps:
         faults.append(Fault(key="resume.step", message=f"{resume.step} is past the end, max_steps = {max_steps}"))
     return faults
+
+
+def check_skips(resume: ResumeConfig | None, ckpt: CheckpointConfig | None, *, requeue: bool) -> list[Fault]:
+    """What `ckpt.skip_*` leaves out is left out once, however often the run is started again by itself.
+
+    Args:
+        requeue: `slurm.requeue`.
+    """
+    if resume is None or resume.dir is not None or not (resume.auto or requeue):
+        return []
+    why = "resume.auto" if resume.auto else "slurm.requeue"
+    message = f"would be done at every start that {why} makes of this run's own checkpoints; fork it: give resume.dir"
+    skips = ("skip_optimizer", "skip_dataloader", "skip_scheduler")
+    return [Fault(key=f"ckpt.{name}", message=message) for name in skips if ckpt is not None and getattr(ckpt, name)]
 
 
 def check_end(data: DataConfig, *, max_steps: int | None) -> list[Fault]:
@@ -176,12 +202,16 @@ def check_rounds(val: ValConfig | None, snapshots: EvalSnapshotsConfig | None) -
     return [Fault(key="val.interval", message=message)]
 
 
-def check_scoring(val: ValConfig | None) -> list[Fault]:
-    """A run that only scores has something to score on."""
-    if val is not None:
-        return []
-    message = "is missing: with max_steps = 0 nothing is trained, the model is only scored on what this table names"
-    return [Fault(key="val", message=message)]
+def check_scoring(val: ValConfig | None, resume: ResumeConfig | None) -> list[Fault]:
+    """A run that only scores has something to score, and to score it on."""
+    faults = []
+    if val is None:
+        message = "is missing: with max_steps = 0 nothing is trained, the model is only scored on what this table names"
+        faults.append(Fault(key="val", message=message))
+    if resume is not None and resume.auto:
+        message = "leaves open which weights are scored; with max_steps = 0 give [resume], or leave it out"
+        faults.append(Fault(key="resume.auto", message=message))
+    return faults
 
 
 def check_data(data: DataConfig) -> list[Fault]:

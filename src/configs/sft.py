@@ -17,8 +17,10 @@ from configs.checks import (
     check_schedule,
     check_scoring,
     check_shares,
+    check_skips,
     check_suite,
     check_weights,
+    may_start_anew,
 )
 from configs.data import DataConfig
 from configs.errors import Fault
@@ -164,7 +166,7 @@ class SFTConfig(BaseConfig):
         if self.only_scores:
             # Whatever is wrong about the training data, the batch or the schedule: nothing of it is used.
             return [
-                *check_scoring(self.val),
+                *check_scoring(self.val, self.resume),
                 *check_weights(self.model, resuming=self.resume is not None),
                 *check_resume(self.resume, self.run, clean=self.clean, max_steps=None, counts_on=True),
                 *check_shares(self.model, self._row_lengths),
@@ -175,11 +177,12 @@ class SFTConfig(BaseConfig):
         return [
             *check_deployment(self.deployment, self.model, has_slurm=self.slurm is not None),
             *check_end(self.data, max_steps=self.max_steps),
-            *check_weights(self.model, resuming=self.resume is not None),
+            *check_weights(self.model, resuming=self.resume is not None, needs_first=may_start_anew(self.resume)),
             *check_ranks(self.model, self.data, dp_replicate=self.dp_replicate, ranks=self.ranks),
             *check_shares(self.model, self._row_lengths),
             *check_schedule(self.scheduler, lr=self.optim.lr, total_steps=self.max_steps),
             *check_resume(self.resume, self.run, clean=self.clean, max_steps=self.max_steps, counts_on=counts_on),
+            *check_skips(self.resume, self.ckpt, requeue=self.slurm is not None and self.slurm.requeue),
             *check_rounds(self.val, self.eval_snapshots),
             *check_data(self.data),
             *check_suite(self.val),

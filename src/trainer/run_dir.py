@@ -135,9 +135,8 @@ def write_dry_run(config: SFTConfig) -> Path:
 def _refuse_contents(config: SFTConfig, run_dir: Path) -> None:
     if not _is_used(run_dir):
         return
-    goes_on = config.resume is not None and (
-        config.resume.dir is None or config.resume.dir.resolve() == run_dir.resolve()
-    )
+    resume = config.resume
+    goes_on = resume is not None and (resume.auto or resume.dir is None or resume.dir.resolve() == run_dir.resolve())
     if config.clean:
         _refuse_cleaning(config.output_dir, run_dir)
         refuse_living(run_dir / EVAL_WORKER, replace(EVAL_WORKER_USE, name_key="clean"))
@@ -147,6 +146,9 @@ def _refuse_contents(config: SFTConfig, run_dir: Path) -> None:
             f"{run_dir} is not empty: go on with its run by [resume] (without dir), delete it by --clean, "
             "or give another name",
         )
+    elif resume is not None and resume.auto and not _is_run(run_dir):
+        message = f"{run_dir} holds files of no run of ours, and resume.auto may start one there: give another name"
+        raise ConfigError.one("run.name", message)
 
 
 def _refuse_cleaning(output_dir: Path, run_dir: Path) -> None:
@@ -155,6 +157,12 @@ def _refuse_cleaning(output_dir: Path, run_dir: Path) -> None:
         raise ConfigError.one("clean", f"{run_dir} is a link to {run_dir.resolve()}: not deleted")
     if not (run_dir / RUN_CONFIG).is_file():
         raise ConfigError.one("clean", f"{run_dir} holds no {RUN_CONFIG}, so it is not a run of ours: not deleted")
+
+
+def _is_run(run_dir: Path) -> bool:
+    """It holds a run's config, or no more than an attempt that was killed before it could write that."""
+    first = (LOCK_NAME, RUN_CONFIG.parent.name, "logs")
+    return (run_dir / RUN_CONFIG).is_file() or all(entry.name in first for entry in run_dir.iterdir())
 
 
 def _is_used(run_dir: Path) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from configs.checkpoint import CheckpointConfig
 from configs.sft import SFTConfig
 from trainer.adapters import adapter_record, check_resumed
-from trainer.checkpoint import Checkpointer, read_state
+from trainer.checkpoint import Checkpointer, find_first, read_state, skips_of
 from trainer.checkpoint.agreement import agree
 from trainer.data.chat.build import chat_tools
 from trainer.data.loader import RowLoader
@@ -105,6 +105,7 @@ class Trainer:
             arrays_dir=run.dir / "val" if config.val is not None and config.val.save_arrays else None,
         )
         self.resumed_from: Path | None = None
+        self.skips = CheckpointConfig()
         self.resumed_metrics: Metrics = {}
         wandb_id = self._first_weights()
         step = self.state.progress.step
@@ -112,7 +113,12 @@ class Trainer:
         self.monitors = None
         if mesh.rank == 0:
             self.monitors = build_monitors(
-                config, run.dir, start_step=step, total_steps=self.plan.steps, wandb_id=wandb_id
+                config,
+                run.dir,
+                start_step=step,
+                total_steps=self.plan.steps,
+                wandb_id=wandb_id,
+                starts_anew=self.resumed_from is None,
             )
         for note in self.validation.notes if self.validation else []:
             log.info(note)
@@ -291,11 +297,12 @@ class Trainer:
     def _first_weights(self) -> str | None:
         """Weights from one source: checkpoint, files or init. Gives the wandb run to go on with."""
         config = self.config
-        if config.resume is None:
+        found = find_first(config.resume, self.run_info.dir, self.checkpointer.find_place)
+        if found is None:
             set_first_weights(config.model, self.model, self.grad_sync, self.mesh, folder=self.model_folder)
             return None
-        path = self.checkpointer.find(config.resume.dir or self.run_info.dir, step=config.resume.step)
-        self.resumed_from = path
+        place, path = found
+        self.resumed_from, self.skips = path, skips_of(config.resume, config.ckpt, is_own=place.is_own)
         check_resumed(config.model, self.adapters, read_state(path), path)
         if self.adapters is not None:
             load_frozen_weights(self.model, self.grad_sync, self.mesh, folder=self.model_folder)
@@ -304,12 +311,12 @@ class Trainer:
         whole = config.model.takes_weights_of_name and self.adapters is None
         unused = f"; those of {config.model.name} are not loaded" if whole else ""
         log.info("weights: from checkpoint %s, after step %d%s", path, self.state.progress.step, unused)
-        return saved["wandb_id"] if config.resume.dir is None else None
+        return saved["wandb_id"] if place.is_own else None
 
     def _restore(self, path: Path) -> dict[str, Any]:
         # `ckpt.skip_*` is about the checkpoint that the run was resumed from, also when it goes back to that one.
-        config = self.config.ckpt if path == self.resumed_from else None
-        return self.state.restore(self.checkpointer, path, config or CheckpointConfig())
+        skips = self.skips if path == self.resumed_from else CheckpointConfig()
+        return self.state.restore(self.checkpointer, path, skips)
 
     def _go_back(self, report: StepReport) -> int:
         """Return to the last checkpoint and pass over the rows of the bad steps, or end the run."""

@@ -18,10 +18,11 @@ from configs.errors import ConfigError
 from trainer.checkpoint.agreement import agree, on_rank_0
 from trainer.checkpoint.export import DTYPES, MODEL_PREFIX
 from trainer.checkpoint.fits import check_fits
-from trainer.checkpoint.folder import FOLDER_NAME, find_checkpoint, prepare, prune, step_path
+from trainer.checkpoint.folder import FOLDER_NAME, find_checkpoint, find_newest, prepare, prune, step_path
 from trainer.checkpoint.folder_writer import FolderWriter
 from trainer.checkpoint.manifest import file_records, read_manifest, wrong_content
 from trainer.checkpoint.model_record import ModelRecord
+from trainer.checkpoint.resume import Place
 from trainer.checkpoint.safe_reader import DamagedError, SafeReader
 from trainer.checkpoint.tensor_writer import checkpoint_size
 from trainer.checkpoint.weights_folder import WeightsFolder, discard_weights, weights_size
@@ -153,11 +154,21 @@ class Checkpointer:
         Raises:
             RunError: there is none, or the one asked for is missing or damaged.
         """
+        path = self._find(run_dir, step, at_most, required=True)
+        assert path is not None, "a required one"
+        return path
+
+    def find_place(self, place: Place) -> Path | None:
+        """As `find`, at a place where there may be none: None then."""
+        return self._find(place.run_dir, place.step, None, required=place.required)
+
+    def _find(self, run_dir: Path, step: int | None, at_most: int | None, *, required: bool) -> Path | None:
         self.wait()
         while True:
             bound = at_most
-            path = self._agree(lambda: self._look(run_dir, step, bound))[0]  # noqa: B023
-            assert path is not None, "rank 0 has looked"
+            path = self._agree(lambda: self._look(run_dir, step, bound, required=required))[0]  # noqa: B023
+            if path is None:
+                return None
             found = int(path.name.removeprefix("step_"))
             if at_most is not None and not self._is_own(found):
                 at_most = found - 1
@@ -239,12 +250,14 @@ class Checkpointer:
                 raise ValueError("ckpt.weights without a ModelRecord")
             self._weights = WeightsFolder(self._run_dir, self._model)
 
-    def _look(self, run_dir: Path, step: int | None, at_most: int | None) -> Path | None:
+    def _look(self, run_dir: Path, step: int | None, at_most: int | None, *, required: bool) -> Path | None:
         if self._mesh.rank != 0:
             return None
+        repair = run_dir == self._run_dir  # another run may be alive
+        if not required:
+            return find_newest(run_dir, logger.warning, at_most=at_most, repair=repair)
         try:
-            # Another run may be alive.
-            return find_checkpoint(run_dir, step, logger.warning, at_most=at_most, repair=run_dir == self._run_dir)
+            return find_checkpoint(run_dir, step, logger.warning, at_most=at_most, repair=repair)
         except ConfigError as error:
             raise RunError(error.faults[0].message) from error
 

@@ -63,19 +63,40 @@ def find_checkpoint(
     folder = run_dir / FOLDER_NAME
     if repair:
         _put_back_replaced(folder)
-    steps = [found for found in list_steps(folder) if at_most is None or found <= at_most]
+    steps = _steps_up_to(folder, at_most)
     if not steps:
         bound = "" if at_most is None else f" up to step {at_most}"
         raise ConfigError.one("resume", f"there is no checkpoint{bound} in {folder}")
     if step is not None:
         return _find_step(folder, step, steps)
+    found = _newest_whole(folder, steps, say)
+    if found is None:
+        raise ConfigError.one("resume", f"every checkpoint in {folder} is damaged: {_name(steps)}")
+    return found
+
+
+def find_newest(
+    run_dir: Path, say: Callable[[str], None], *, at_most: int | None = None, repair: bool = True
+) -> Path | None:
+    """As `find_checkpoint` without a step, and None where there is none that is whole."""
+    folder = run_dir / FOLDER_NAME
+    if repair:
+        _put_back_replaced(folder)
+    return _newest_whole(folder, _steps_up_to(folder, at_most), say)
+
+
+def _steps_up_to(folder: Path, at_most: int | None) -> list[int]:
+    return [found for found in list_steps(folder) if at_most is None or found <= at_most]
+
+
+def _newest_whole(folder: Path, steps: list[int], say: Callable[[str], None]) -> Path | None:
     for candidate in reversed(steps):
         path = step_path(folder, candidate)
         reason = damage(path)
         if reason is None:
             return path
         say(f"checkpoint {path} is damaged and passed over: {reason}")
-    raise ConfigError.one("resume", f"every checkpoint in {folder} is damaged: {_name(steps)}")
+    return None
 
 
 def _find_step(folder: Path, step: int, steps: list[int]) -> Path:

@@ -1,10 +1,10 @@
 """Which rows are shown, and the rows: through the loader, the source and the collation of training."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
-from configs.checkpoint import CheckpointConfig
 from configs.errors import ConfigError
 from configs.inspect import InspectConfig
 from models.batch import IGNORE_INDEX, Batch
@@ -103,14 +103,23 @@ def _rows_of_step(config: InspectConfig, source: RowSource, step: int) -> Select
 def _go_on(config: InspectConfig, loader: RowLoader, step: int) -> None:
     """Let the loader stand where a run with this [resume] begins."""
     # The readers of checkpoints load much of torch; most inspections resume nothing.
-    from trainer.checkpoint import find_checkpoint, read_state
+    from trainer.checkpoint import Place, find_checkpoint, find_first, find_newest, read_state, skips_of
     from trainer.command import warn
     from trainer.run_dir import run_dir_of
 
+    def look(place: Place) -> Path | None:
+        if place.required:
+            return find_checkpoint(place.run_dir, place.step, warn)
+        return find_newest(place.run_dir, warn)
+
     assert config.resume is not None
-    path = find_checkpoint(config.resume.dir or run_dir_of(config), config.resume.step, warn)
-    state = read_state(path)
-    skips = config.ckpt or CheckpointConfig()
+    # A run without a name forks, and has nothing of its own.
+    run_dir = config.output_dir if config.run.name is None else run_dir_of(config)
+    found = find_first(config.resume, run_dir, look)
+    if found is None:
+        return  # resume.auto, before there is a checkpoint
+    place, path = found
+    state, skips = read_state(path), skips_of(config.resume, config.ckpt, is_own=place.is_own)
     try:
         first = 0 if skips.skip_progress else int(state["progress"]["step"])
         data = loader.first_state() if skips.skip_dataloader else state["data"]

@@ -84,7 +84,13 @@ class Monitors:
 
 
 def build_monitors(
-    config: SFTConfig, run_dir: Path, *, start_step: int, total_steps: int, wandb_id: str | None
+    config: SFTConfig,
+    run_dir: Path,
+    *,
+    start_step: int,
+    total_steps: int,
+    wandb_id: str | None,
+    starts_anew: bool = False,
 ) -> Monitors:
     """Open the monitors of a run, on rank 0.
 
@@ -94,13 +100,14 @@ def build_monitors(
         start_step: steps done before this start; metrics.jsonl is cut back to it.
         total_steps: steps of the whole run.
         wandb_id: from the checkpoint that is resumed; None (also for a fork of another run) opens a new wandb run.
+        starts_anew: what an earlier attempt recorded, step 0 included, is of other weights.
 
     Raises:
         ConfigError: wandb cannot start (see `check_monitors`).
         RunError: metrics.jsonl cannot be read or written.
     """
     jsonl = JsonlMonitor(run_dir / "metrics.jsonl", shared=config.eval_snapshots is not None)
-    last_step = jsonl.cut_back(start_step)
+    last_step = jsonl.cut_back(-1 if starts_anew else start_step)
     wandb = None
     if config.monitors.wandb is not None:
         _require_wandb()
@@ -216,4 +223,4 @@ def _require_wandb() -> None:
 
 
 def _must_start(config: SFTConfig) -> bool:
-    return config.resume is None or config.resume.dir is not None
+    return config.resume is None or (config.resume.dir is not None and not config.resume.auto)

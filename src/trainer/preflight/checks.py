@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
+from configs.checks import may_start_anew
 from configs.errors import ConfigError, Fault
 from configs.sft import SFTConfig
 from models.base import CausalLM
 from models.errors import ArchError
 from models.registry import build_model
 from trainer.adapters import adapter_record, apply_adapters, base_faults, setting_faults
-from trainer.checkpoint import ModelRecord, check_fits, find_checkpoint, read_state
+from trainer.checkpoint import ModelRecord, Place, check_fits, find_checkpoint, find_first, find_newest, read_state
 from trainer.checkpoint.as_model import is_checkpoint, open_model
 from trainer.data.chat.build import chat_tools
 from trainer.errors import RunError
@@ -50,6 +51,15 @@ def check_model(config: SFTConfig, inputs: ModelInputs) -> CausalLM:
     return model
 
 
+def share_faults(config: SFTConfig, model: CausalLM) -> Iterator[Fault]:
+    """Why rows of the model cannot be shared by `model.cp` ranks."""
+    if config.model.cp > 1:
+        try:
+            model.check_context_parallel(config.model.cp_style, config.model.cp)
+        except ArchError as error:
+            yield Fault(key="model.cp", message=f"{config.model.cp}: {error.message}")
+
+
 def check_validation(config: SFTConfig, inputs: ModelInputs) -> None:
     """Build what `[val]` asks for, tokenising what is in no cache yet, under a bar.
 
@@ -69,8 +79,11 @@ def check_validation(config: SFTConfig, inputs: ModelInputs) -> None:
         )
 
 
-def find_resumed(config: SFTConfig, inputs: ModelInputs, run_dir: Path, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint that [resume] names, and word of it; None without that table.
+def find_resumed(
+    config: SFTConfig, inputs: ModelInputs, run_dir: Path, say: Callable[[str], None]
+) -> tuple[Place, Path] | None:
+    """The checkpoint that [resume] names, and word of it; None without that table, and for the fresh start of
+    resume.auto.
 
     Args:
         run_dir: where [resume] without dir looks.
@@ -78,12 +91,19 @@ def find_resumed(config: SFTConfig, inputs: ModelInputs, run_dir: Path, say: Cal
     Raises:
         ConfigError: there is none, or the one asked for is missing or damaged.
     """
-    if config.resume is None:
+
+    def look(place: Place) -> Path | None:
+        if place.required:
+            return find_checkpoint(place.run_dir, place.step, say, repair=place.is_own)
+        return find_newest(place.run_dir, say, repair=place.is_own)
+
+    found = find_first(config.resume, run_dir, look)
+    if found is None:
+        if config.resume is not None:
+            say(f"resume: no whole checkpoint in {run_dir}, so the run starts anew")
         return None
-    other = config.resume.dir  # may be alive
-    found = find_checkpoint(other or run_dir, config.resume.step, say, repair=other is None)
-    say(f"resume: from {found}")
-    for change in _model_changes(config, found, inputs):
+    say(f"resume: from {found[1]}")
+    for change in _model_changes(config, found[1], inputs):
         say(change)
     return found
 
@@ -110,7 +130,7 @@ def weight_faults(
     Args:
         found: the checkpoint that is resumed, if any.
     """
-    needed = config.resume is None or config.model.lora is not None
+    needed = may_start_anew(config.resume) or config.model.lora is not None
     if not needed or not config.model.takes_weights_of_name:
         return
     name, folder = config.model.name, inputs.model_folder

@@ -9,7 +9,7 @@ from configs.errors import ConfigError, Fault, collecting
 from configs.sft import SFTConfig
 from configs.validation import SuiteConfig
 from models.base import CausalLM
-from trainer.checkpoint import read_state
+from trainer.checkpoint import read_state, skips_of
 from trainer.data.loader import RowLoader
 from trainer.data.row import RowSource
 from trainer.preflight.checks import (
@@ -17,6 +17,7 @@ from trainer.preflight.checks import (
     check_validation,
     find_resumed,
     model_faults,
+    share_faults,
     weight_faults,
 )
 from trainer.preflight.inputs import prepare, prepare_model
@@ -45,14 +46,17 @@ def preflight(config: SFTConfig, *, run_dir: Path, world_size: int, say: Callabl
         faults += check_schedule(config.scheduler, lr=config.optim.lr, total_steps=plan.steps)
     with collecting(faults):
         model = check_model(config, inputs)
+        faults += share_faults(config, model)
     with collecting(faults):
         check_validation(config, inputs)
     with collecting(faults):
         found = find_resumed(config, inputs, run_dir, say)
         if found is not None and plan is not None and model is not None:
-            faults += _resume_faults(config, found, plan=plan, model=model, source=inputs.source)
+            place, path = found
+            skips = skips_of(config.resume, config.ckpt, is_own=place.is_own)
+            faults += _resume_faults(config, path, skips, plan=plan, model=model, source=inputs.source)
     if not faults:
-        faults += weight_faults(config, inputs, found, say)
+        faults += weight_faults(config, inputs, None if found is None else found[1], say)
     if faults or plan is None:
         raise ConfigError(faults)
     return plan
@@ -81,7 +85,8 @@ def preflight_scoring(
         check_validation(config, inputs)
     with collecting(faults):
         if has_checkpoint:
-            found = find_resumed(config, inputs, run_dir, say)
+            resumed = find_resumed(config, inputs, run_dir, say)
+            found = None if resumed is None else resumed[1]
         if found is not None and model is not None:
             faults += model_faults(config, found, model)
     if not faults:
@@ -110,9 +115,10 @@ def _scored_lines(suite: SuiteConfig) -> Iterator[str]:
         yield f"plan:   {name}, in windows of {lengths} tokens"
 
 
-def _resume_faults(config: SFTConfig, path: Path, *, plan: Plan, model: CausalLM, source: RowSource) -> Iterator[Fault]:
-    """Why the run cannot go on from the whole checkpoint at `path`."""
-    skips = config.ckpt or CheckpointConfig()
+def _resume_faults(
+    config: SFTConfig, path: Path, skips: CheckpointConfig, *, plan: Plan, model: CausalLM, source: RowSource
+) -> Iterator[Fault]:
+    """Why the run cannot go on from the whole checkpoint at `path`, with these `skip_*`."""
     state = read_state(path)
     missing = [key for key in STATE_KEYS if key not in state]
     if missing:
