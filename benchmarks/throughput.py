@@ -47,9 +47,10 @@ COMMAND = [sys.executable, "-c", "import sys; from trainer.sft import main; sys.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1b")
-    parser.add_argument("--rows", type=int, default=4, help="rows per rank and micro-batch")
+    parser.add_argument("--rows", type=int, default=4, help="rows per rank (or ranks that share rows) and micro-batch")
     parser.add_argument("--accum", type=int, default=1, help="micro-batches per optimizer step")
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--model.cp", dest="cp", type=int, default=1, help="ranks that share each row")
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--documents", action="store_true", help="packed documents of random lengths")
     parser.add_argument("--steps", type=int, default=20)
@@ -58,11 +59,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     args, extra = parser.parse_known_args()
 
+    batch_size = args.rows * args.accum * args.gpus // args.cp
     arguments = [
         *("--model.arch", json.dumps(SHAPES[args.shape]), "--model.init"),
         *("--data.type", "fake", "--data.input-ids", "random", "--data.seq-len", str(args.seq_len)),
         *("--data.length", "variable" if args.documents else "fixed"),
-        *("--data.micro-batch-size", str(args.rows), "--data.batch-size", str(args.rows * args.accum * args.gpus)),
+        *("--data.micro-batch-size", str(args.rows), "--data.batch-size", str(batch_size)),
+        *("--model.cp", str(args.cp)),
         *("--max-steps", str(args.steps), "--deployment.num-train-gpus", str(args.gpus), "--run.name", "throughput"),
         *([] if args.eager else ["--model.compile"]),
         *extra,
@@ -83,6 +86,7 @@ def main() -> None:
         "torch": torch.__version__,
         "shape": args.shape,
         "rows": args.rows,
+        "cp": args.cp,
         "accum": args.accum,
         "seq_len": args.seq_len,
         "documents": args.documents,
