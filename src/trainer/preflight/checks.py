@@ -57,7 +57,7 @@ def share_faults(config: SFTConfig, model: CausalLM) -> Iterator[Fault]:
         try:
             model.check_context_parallel(config.model.cp_style, config.model.cp)
         except ArchError as error:
-            yield Fault(key="model.cp", message=f"{config.model.cp}: {error.message}")
+            yield Fault(key="model.cp", message=error.message)
 
 
 def check_validation(config: SFTConfig, inputs: ModelInputs) -> None:
