@@ -6,9 +6,12 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -297,3 +300,74 @@ def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     _smollm2_weights(reader.tensors, config, folder)
     yield folder
     shutil.rmtree(folder)
+
+
+class _ThreadLink:
+    """models.layers.context_parallel.ring_passes.Link between threads: one letter box per pair of ranks."""
+
+    def __init__(self, rank: int, boxes: dict[tuple[int, int], Queue]) -> None:
+        self._rank, self._boxes = rank, boxes
+
+    def swap(self, sent: Any, target: int, received: Any, source: int) -> Any:
+        assert sent.is_contiguous() and received.is_contiguous()
+        if sent.numel():
+            self._boxes[self._rank, target].put(sent)
+        box = self._boxes[source, self._rank]
+
+        def wait() -> Any:
+            if received.numel():
+                letter = box.get(timeout=60)
+                assert (letter.shape, letter.dtype) == (received.shape, received.dtype)
+                received.copy_(letter)
+            return received
+
+        return SimpleNamespace(wait=wait)
+
+
+def _ring_in_threads(
+    query: Any, key: Any, value: Any, grad: Any, rows: Sequence[Sequence[int]], *, size: int, scale: float
+) -> list[Any]:
+    import torch
+
+    from models.layers.context_parallel.partial_attention import Documents, Heads
+    from models.layers.context_parallel.ring import share_borders
+    from models.layers.context_parallel.ring_passes import Share, ring_backward, ring_forward
+    from models.layers.context_parallel.ring_plan import ring_plan
+
+    seq_len = query.size(1)
+    borders = np.cumsum([0, *(length for row in rows for length in row)]).astype(np.int32)
+    padded = torch.from_numpy(np.append(borders, borders[-1:])).to(query.device)
+    boxes = {(source, target): Queue() for source in range(size) for target in range(size)}
+
+    def run(rank: int) -> list[Any]:
+        chunks = (tensor.chunk(2 * size, 1) for tensor in (query, key, value, grad))
+        q, k, v, g = (torch.cat([chunk[rank], chunk[-1 - rank]], 1) for chunk in chunks)
+        plan = ring_plan(borders, seq_len=seq_len, rank=rank, size=size)
+        on_device = share_borders(padded, seq_len=seq_len, rank=rank, size=size)
+        share = Share(
+            heads=Heads(query=q, key=k, value=v, scale=scale),
+            documents=Documents(lengths=plan.documents, cu_seqlens=on_device),
+            plan=plan,
+            link=_ThreadLink(rank, boxes),
+        )
+        attended = ring_forward(share)
+        return [attended.out, *ring_backward(share, g, attended)]
+
+    with ThreadPoolExecutor(size) as pool:
+        by_rank = list(pool.map(run, range(size)))
+    assert all(box.empty() for box in boxes.values())
+    whole = []
+    for shares in zip(*by_rank, strict=True):
+        first, second = zip(*(share.chunk(2, 1) for share in shares), strict=True)
+        whole.append(torch.cat([*first, *reversed(second)], 1))
+    return whole
+
+
+@pytest.fixture(scope="session")
+def ring_in_threads() -> Callable[..., list[Any]]:
+    """ring_in_threads(query, key, value, grad, rows, size=2, scale=1.0) -> output, gradients by query, key and value.
+
+    Ring attention over whole rows, (rows, seq_len, heads, head_dim), with a thread for each of `size` ranks; `grad` is
+    the gradient by the output, `rows` has the lengths of each row's documents.
+    """
+    return _ring_in_threads

@@ -6,6 +6,8 @@ Three forms, all exact at document borders because a query never meets a key of 
 - segments: one `scaled_dot_product_attention` per document. Any device and dtype; the loop runs on the host, from
   lengths that the host knows.
 - varlen: one `torch.nn.attention.varlen` call for all documents. CUDA, bfloat16 or float16.
+
+The ranks that share rows may have a way of their own (ring attention).
 """
 
 import inspect
@@ -29,6 +31,8 @@ class AttentionForm(StrEnum):
     ROWS = "rows"
     SEGMENTS = "segments"
     VARLEN = "varlen"
+    OWN = "own"
+    """That of the ranks that share rows."""
 
 
 def check_attention(attn: str, head_dim: int) -> None:
@@ -66,6 +70,7 @@ class DocumentContext:
         """
         segments = batch.segments
         self.cu_seqlens = segments.cu_seqlens
+        self.host_cu_seqlens = segments.host_cu_seqlens
         self.max_seqlen_carrier = segments.max_seqlen_carrier
         self.lengths: list[int] = []
         if segments.full_rows:
@@ -87,6 +92,9 @@ class DocumentContext:
         Raises:
             ValueError: the form cannot be part of a whole graph.
         """
+        if self.form is AttentionForm.OWN:
+            torch._dynamo.mark_dynamic(self.cu_seqlens, 0)
+            torch._dynamo.mark_dynamic(self.host_cu_seqlens, 0)
         if self.form is AttentionForm.VARLEN:
             torch._dynamo.mark_dynamic(self.cu_seqlens, 0)
             torch._dynamo.mark_dynamic(self.max_seqlen_carrier, 0)

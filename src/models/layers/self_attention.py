@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from models.batch import Batch
-from models.layers.attention import DocumentContext, attend
+from models.layers.attention import AttentionForm, DocumentContext, attend
 from models.layers.context_parallel.base import ContextParallel
 from models.layers.norm import RMSNorm
 from models.layers.rope import Rope, apply_rope, rope_table
@@ -33,6 +33,8 @@ class SequenceContext(DocumentContext):
         super().__init__(batch, attn=attn, dtype=dtype)
         phase_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.parallel = parallel
+        if parallel is not None and parallel.has_own_attention:
+            self.form = AttentionForm.OWN
         position_ids = batch.position_ids if parallel is None else parallel.share(batch.position_ids)
         self.cos, self.sin = rope_table(position_ids, rope, phase_dtype)
 

@@ -10,7 +10,7 @@ the rows.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ class ContextParallel(ABC):
     A row is cut into chunks of equal length, the same number for every rank. A rank's share is its chunks one after the
     other.
     """
+
+    has_own_attention: ClassVar[bool] = False
+    """`attend` does not call `models.layers.attention.attend`, so the forms there do not matter."""
 
     def __init__(self, group: dist.ProcessGroup, order: Sequence[int]) -> None:
         """
