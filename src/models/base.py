@@ -1,6 +1,6 @@
 """The interface that training code knows of a model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, Protocol, cast
@@ -16,6 +16,7 @@ from models.layers.block import BlockRunner
 from models.layers.context_parallel.base import ContextParallel, CpStyle
 from models.layers.dropout import DropoutKeys
 from models.layers.norm import RMSNorm
+from models.layers.offload import ActivationOffload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +157,15 @@ class CausalLM(nn.Module):
         """
         for runner in self.block_runners[::freq]:
             runner.recompute_activations(mode)
+
+    def offload_activations(
+        self, *, max_inflight: int, device: torch.device, allocate: Callable[[int], Tensor]
+    ) -> None:
+        """Keep the blocks' activations in host memory until the backward pass; see models.layers.offload."""
+        runners = self.block_runners
+        offload = ActivationOffload(len(runners), max_inflight=max_inflight, device=device, allocate=allocate)
+        for index, runner in enumerate(runners):
+            runner.offload_activations(offload, index)
 
     def compile_blocks(self, mode: str, fullgraph: bool) -> None:
         """Compile each block with torch.compile; look-alike blocks share a graph. Parameter names stay the same.

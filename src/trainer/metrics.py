@@ -103,5 +103,5 @@ class MetricsAccumulator:
         numbers = torch.tensor(list(on_host.values()), dtype=torch.float64, pin_memory=device.type == "cuda")
         parts = [numbers.to(device, non_blocking=True)]
         if on_device:
-            parts.append(torch.stack([value.to(torch.float64) for value in on_device.values()]))
+            parts.append(torch.stack([value.to(device, torch.float64) for value in on_device.values()]))
         return [*on_host, *on_device], torch.cat(parts)

@@ -15,7 +15,7 @@ from trainer.checkpoint import Checkpointer, ModelRecord, read_state
 from trainer.data.loader import RowLoader
 from trainer.hooks import Hook
 from trainer.nan_guard import NanGuard, SpikeMeter
-from trainer.optim.adamw import AdamW
+from trainer.optim.adamw import AdamWBase
 from trainer.parallel.data_parallel import GradSync
 from trainer.weights.adapter_files import AdapterRecord
 
@@ -58,7 +58,7 @@ class TrainState:
     """The parts of a run that live on: tensors for DCP, the rest as JSON."""
 
     def __init__(
-        self, grad_sync: GradSync, optimizer: AdamW, loader: RowLoader, guard: NanGuard, hooks: Sequence[Hook]
+        self, grad_sync: GradSync, optimizer: AdamWBase, loader: RowLoader, guard: NanGuard, hooks: Sequence[Hook]
     ) -> None:
         self.progress = Progress()
         self.guard = guard

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from models.layers.context_parallel.ring import RING_ATTENTION
+from models.layers.offload import ActivationOffload, storage_addresses
 from models.layers.self_attention import SequenceContext
 
 RecomputeMode = Literal["full", "selective"]
@@ -28,16 +30,36 @@ class BlockRunner:
         self._body = body
         self._recompute: RecomputeMode | None = None
         self._compiled: Callable[..., Any] | None = None
+        self._offload: ActivationOffload | None = None
+        self._index = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the body gives."""
         run = self._run if self._compiled is None else self._compiled
-        return run(*args, **kwargs)
+        if self._offload is None or not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        # Read at each call: FSDP swaps the parameters for gathered ones. The first argument is the hidden states.
+        kept = storage_addresses([*self._parameters(), args[1:], kwargs])
+        with self._offload.running(self._index, kept):
+            return run(*args, **kwargs)
 
     def recompute_activations(self, mode: RecomputeMode) -> None:
         """Keep only the block's input for the backward pass (`full`), or also the results of matrix products and
         attention (`selective`)."""
         self._recompute = mode
+
+    def offload_activations(self, offload: ActivationOffload, index: int) -> None:
+        """Keep what is saved for the backward pass in host memory.
+
+        Args:
+            offload: shared by the model's blocks.
+            index: place of this block among them.
+        """
+        self._offload, self._index = offload, index
+
+    def _parameters(self) -> list[Tensor]:
+        module = getattr(self._body, "__self__", None)
+        return list(module.parameters()) if isinstance(module, nn.Module) else []
 
     def compile(self, mode: str, fullgraph: bool) -> None:
         """Compile what a call runs. Blocks that look alike share one graph."""
@@ -79,6 +101,7 @@ _SAVED_OPS = frozenset(
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
         torch.ops.torch_attn._varlen_attn.default,
+        RING_ATTENTION,
     }
 )
 

@@ -1,5 +1,7 @@
 """AdamW on the local parts of the master weights."""
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -8,8 +10,8 @@ from configs.optim import AdamWConfig
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class AdamW:
-    """torch's fused AdamW (Loshchilov & Hutter, arXiv 1711.05101), with a skip decided on the device.
+class AdamWBase(ABC):
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) by torch's fused kernel, with a skip decided on the device.
 
     Weight decay acts on matrices and embeddings only; norms, biases and other 1-D parameters have none.
     """
@@ -21,16 +23,51 @@ class AdamW:
             num_dims: dimensions of each whole parameter (a rank's empty part may look different).
         """
         self._masters = masters
-        decayed = [master for name, master in masters.items() if num_dims[name] >= 2]
-        plain = [master for name, master in masters.items() if num_dims[name] < 2]
-        groups = [(decayed, config.weight_decay), (plain, 0.0)]
-        self._optimizer = torch.optim.AdamW(
-            [{"params": tensors, "weight_decay": decay} for tensors, decay in groups if tensors],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-        )
+        self._decay = {name: config.weight_decay if num_dims[name] >= 2 else 0.0 for name in masters}
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Empty moments."""
+
+    @abstractmethod
+    def step(self, gradients: dict[str, Tensor], lr: float, update_ok: Tensor) -> None:
+        """Update the masters in place; where `update_ok` is False nothing changes, Adam's step count included.
+
+        Args:
+            gradients: local tensors by name. Of another dtype than the masters they are rounded to theirs.
+            update_ok: () bool on the device.
+        """
+
+    @abstractmethod
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """Moments by kind and parameter name, laid out like the masters."""
+
+    @abstractmethod
+    def step_counts(self) -> dict[str, Tensor]:
+        """() float32 number of updates of each parameter, by name; the same on every rank."""
+
+    def decay_table(self) -> str:
+        """One line for the log: how many parameters decay and how many do not."""
+        matrices = [decay for decay in self._decay.values() if decay]
+        parts = [(len(matrices), matrices[0])] if matrices else []
+        parts.append((len(self._decay) - len(matrices), 0.0))
+        return ", ".join(f"{count} tensors with weight decay {decay:g}" for count, decay in parts if count)
+
+
+class AdamW(AdamWBase):
+    """With its moments where the masters are."""
+
+    def __init__(self, config: AdamWConfig, masters: dict[str, Tensor], num_dims: dict[str, int]) -> None:
+        """As AdamWBase."""
+        super().__init__(config, masters, num_dims)
+        groups = [
+            {
+                "params": [master for name, master in masters.items() if self._decay[name] == decay],
+                "weight_decay": decay,
+            }
+            for decay in sorted(set(self._decay.values()), reverse=True)
+        ]
+        self._optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         self.reset()
 
     def reset(self) -> None:
@@ -43,37 +80,26 @@ class AdamW:
             }
 
     def step(self, gradients: dict[str, Tensor], lr: float, update_ok: Tensor) -> None:
-        """Update the masters in place; where `update_ok` is False nothing changes, Adam's step count included.
-
-        Args:
-            gradients: local tensors by name, in the masters' dtype.
-            update_ok: () bool on the device.
-        """
+        """See AdamWBase."""
         for name, master in self._masters.items():
-            master.grad = gradients[name]
+            master.grad = gradients[name].to(master.dtype)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        # The attribute through which torch's own gradient scaler tells a fused optimizer to leave a step out.
-        self._optimizer.found_inf = (~update_ok).to(torch.float32)  # pyright: ignore[reportAttributeAccessIssue]
+        # The attribute through which torch's own gradient scaler tells a fused optimizer to leave a step out. Masters
+        # in host memory (model.fsdp_cpu_offload) are updated there, which waits for the device.
+        found_inf = (~update_ok).to(next(iter(self._masters.values())).device, torch.float32)
+        self._optimizer.found_inf = found_inf  # pyright: ignore[reportAttributeAccessIssue]
         self._optimizer.step()
         for master in self._masters.values():
             master.grad = None
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Moments by kind and parameter name, laid out like the masters."""
+        """See AdamWBase."""
         return {
             kind: {name: self._optimizer.state[master][kind] for name, master in self._masters.items()}
             for kind in MOMENTS
         }
 
     def step_counts(self) -> dict[str, Tensor]:
-        """() float32 number of updates of each parameter, by name; the same on every rank."""
+        """See AdamWBase."""
         return {name: self._optimizer.state[master]["step"] for name, master in self._masters.items()}
-
-    def decay_table(self) -> str:
-        """One line for the log: how many parameters decay and how many do not."""
-        parts = [
-            f"{len(group['params'])} tensors with weight decay {group['weight_decay']:g}"
-            for group in self._optimizer.param_groups
-        ]
-        return ", ".join(parts)

@@ -54,7 +54,8 @@ def gradient_norms(gradients: dict[str, Tensor], nats: Tensor, loss_tokens: Tens
         members.setdefault(parameter_group(name), []).append(gradient)
     names = [group for group in GROUPS if group in members]
     norms = [_norm(members[group]) for group in names]
-    sums = torch.stack([norm.square() for norm in norms] + [nats])
+    # Gradients in host memory (model.fsdp_cpu_offload) have their norms there.
+    sums = torch.stack([norm.square().to(nats.device) for norm in norms] + [nats])
     mesh.sum_(sums)
     squares = sums[:-1]
     total = squares.sum().sqrt()
@@ -81,8 +82,8 @@ def clip_gradients(gradients: dict[str, Tensor], total_norm: Tensor, max_norm: f
         total_norm: () float64.
     """
     scale = (max_norm / total_norm.clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=1.0)
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients.values():
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for dtype, tensors in by_dtype.items():
-        torch._foreach_mul_(tensors, scale.to(dtype))  # pyright: ignore[reportPrivateImportUsage]
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), tensors in alike.items():
+        torch._foreach_mul_(tensors, scale.to(device, dtype))  # pyright: ignore[reportPrivateImportUsage]
