@@ -11,7 +11,7 @@ from configs.data import ChatConfig, DataConfig, NoDataConfig, TokensDataConfig,
 from configs.errors import Fault
 from configs.launch import DeploymentConfig, MultiNodeConfig, RunConfig
 from configs.model import ModelConfig, is_hub_id
-from configs.optim import ConstantSchedulerConfig, SchedulerConfig
+from configs.optim import AdamWConfig, ConstantSchedulerConfig, SchedulerConfig
 from configs.validation import SET_ENDINGS, SuiteConfig, ValConfig
 from configs.values import join_or
 
@@ -91,7 +91,31 @@ def check_ranks(model: ModelConfig, data: DataConfig, *, dp_replicate: int, rank
             f"{data.micro_batch_size} x {ranks // model.cp} ({ranks} workers{shared})"
         )
         faults.append(Fault(key="data.batch_size", message=message))
+    elif ranks is not None and ranks > 1 and model.optimization_dtype == "bfloat16":
+        deferred = model.defer_grad_sync or model.defer_replicate_sync
+        if not deferred and data.batch_size * model.cp > data.micro_batch_size * ranks:
+            message = (
+                '"bfloat16" above one rank would add up the gradients of micro-batches in bfloat16: set '
+                "model.defer_grad_sync, which adds them up in model.reduce_dtype, or take one micro-batch per step"
+            )
+            faults.append(Fault(key="model.optimization_dtype", message=message))
+    if ranks == 1 and model.fsdp_cpu_offload:
+        message = "needs more than one rank: at one there is no FSDP; model.optim_cpu_offload works there"
+        faults.append(Fault(key="model.fsdp_cpu_offload", message=message))
     return faults
+
+
+def check_moments(model: ModelConfig, optim: AdamWConfig) -> list[Fault]:
+    """Moments in bfloat16 can change: an update by less than 1/256 of a moment would be rounded away, and an old
+    second moment never fade."""
+    slowest = 1 - 2**-8
+    if model.optimization_dtype != "bfloat16" or max(optim.betas) <= slowest:
+        return []
+    message = (
+        f'{max(optim.betas):g} is above {slowest:.3f}: moments in model.optimization_dtype = "bfloat16" have 8 bits, '
+        "and would not fade at that rate"
+    )
+    return [Fault(key="optim.betas", message=message)]
 
 
 def check_shares(model: ModelConfig, lengths: Mapping[str, Sequence[int]]) -> list[Fault]:

@@ -10,6 +10,8 @@ from configs.errors import Fault
 
 Dtype = Literal["bfloat16", "float32", "float64"]
 
+_DIGITS: dict[Dtype, int] = {"bfloat16": 8, "float32": 24, "float64": 53}
+
 _HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 
 
@@ -49,7 +51,7 @@ class ActivationCheckpointConfig(BaseConfig):
 
 
 class ActivationOffloadConfig(BaseConfig):
-    """`[model.ac_offloading]`: keep activations for the backward pass in host memory."""
+    """`[model.ac_offloading]`: keep activations for the backward pass in host memory. See docs/memory.md."""
 
     max_inflight_activations: int = Field(default=2, ge=1)
     """Blocks whose activations may be on the GPU besides the running one's: on their way out, or back."""
@@ -132,11 +134,12 @@ class ModelConfig(BaseConfig):
     compute_dtype: Dtype | None = None
     """Dtype of the forward and backward pass. Unset: bfloat16, or float64 with `optimization_dtype = "float64"`."""
 
-    optimization_dtype: Literal["float32", "float64"] = "float32"
-    """Dtype of the master weights and of the optimizer's state."""
+    optimization_dtype: Dtype = "float32"
+    """Dtype of the master weights and of the optimizer's state. bfloat16 halves their memory, and rounds away updates
+    below 1/256 of a weight: see docs/memory.md."""
 
     reduce_dtype: Dtype | None = None
-    """Dtype of gradient sums over micro-batches and ranks. Unset: that of the master weights."""
+    """Dtype of gradient sums over ranks. Unset: that of the master weights, at least float32."""
 
     reshard_after_forward: bool = True
     """Free a block's gathered weights after its forward pass (FSDP, above one rank)."""
@@ -180,8 +183,8 @@ class ModelConfig(BaseConfig):
 
     @property
     def resolved_reduce_dtype(self) -> Dtype:
-        """Dtype of gradient sums."""
-        return self.reduce_dtype or self.optimization_dtype
+        """Dtype of gradient sums over ranks."""
+        return self.reduce_dtype or ("float64" if self.optimization_dtype == "float64" else "float32")
 
     def table_faults(self) -> list[Fault]:
         faults = []
@@ -203,14 +206,7 @@ class ModelConfig(BaseConfig):
         if self.lora is not None and self.debug.num_layers is not None and not self.debug.random_init:
             message = "leaves adapters that fit no whole model; leave it or [model.lora] out"
             faults.append(Fault(key="debug.num_layers", message=message))
-        for key in ("compute_dtype", "reduce_dtype"):
-            dtype = getattr(self, key)
-            if self.optimization_dtype == "float64" and dtype not in (None, "float64"):
-                message = f'"{dtype}" would lose what optimization_dtype = "float64" keeps; leave it unset'
-                faults.append(Fault(key=key, message=message))
-        if self.compute_dtype == "float64" and self.optimization_dtype == "float32":
-            message = '"float64" needs optimization_dtype = "float64": masters in float32 hold no more digits'
-            faults.append(Fault(key="compute_dtype", message=message))
+        faults += self._dtype_faults()
         if self.ep > 1:
             message = f"{self.ep} needs a mixture-of-experts model, and no family of them is implemented here"
             faults.append(Fault(key="ep", message=message))
@@ -223,7 +219,39 @@ class ModelConfig(BaseConfig):
         if self.cp > 1 and self.impl == "hf":
             message = f"{self.cp} needs the implementation here: the models of transformers see whole rows"
             faults.append(Fault(key="cp", message=message))
+        faults += self._memory_faults()
         if self.attn == "varlen" and self.resolved_compute_dtype != "bfloat16":
             message = f'"varlen" computes in bfloat16 only, not in {self.resolved_compute_dtype}; use "sdpa" or "auto"'
             faults.append(Fault(key="attn", message=message))
+        return faults
+
+    def _dtype_faults(self) -> list[Fault]:
+        faults = []
+        masters = self.optimization_dtype
+        for key in ("compute_dtype", "reduce_dtype"):
+            dtype = getattr(self, key)
+            if masters == "float64" and dtype not in (None, "float64"):
+                message = f'"{dtype}" would lose what optimization_dtype = "float64" keeps; leave it unset'
+                faults.append(Fault(key=key, message=message))
+        if self.compute_dtype is not None and _DIGITS[self.compute_dtype] > _DIGITS[masters]:
+            compute = self.compute_dtype
+            message = f'"{compute}" needs optimization_dtype = "{compute}": masters in {masters} hold no more digits'
+            faults.append(Fault(key="compute_dtype", message=message))
+        if self.reduce_dtype == "bfloat16" and (self.defer_grad_sync or self.defer_replicate_sync):
+            deferred = "defer_grad_sync" if self.defer_grad_sync else "defer_replicate_sync"
+            message = f'"bfloat16" with {deferred} would add up micro-batches in bfloat16; give only one of them'
+            faults.append(Fault(key="reduce_dtype", message=message))
+        return faults
+
+    def _memory_faults(self) -> list[Fault]:
+        faults = []
+        if self.ac_offloading is not None and self.ac is not None and self.ac.mode == "selective":
+            message = (
+                'does not go with model.ac.mode = "selective", which keeps its results on the GPU; use "full", or '
+                "leave [model.ac] out"
+            )
+            faults.append(Fault(key="ac_offloading", message=message))
+        if self.optim_cpu_offload and self.fsdp_cpu_offload:
+            message = "is part of what fsdp_cpu_offload does; give only one of them"
+            faults.append(Fault(key="optim_cpu_offload", message=message))
         return faults
