@@ -4,6 +4,7 @@ first weights."""
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from configs.model import ModelConfig
 from models.base import CausalLM
 from models.init import init_weights
 from models.layers.context_parallel.base import ContextParallel, CpStyle
+from models.layers.context_parallel.ring import Ring
 from models.layers.context_parallel.ulysses import Ulysses
 from models.lora import adapter_rules
 from models.registry import build_model
@@ -24,13 +26,14 @@ from trainer.checkpoint.agreement import agree
 from trainer.checkpoint.as_model import open_model
 from trainer.parallel.data_parallel import GradSync, apply_data_parallel
 from trainer.parallel.mesh import Mesh
+from trainer.pinned import pinned_zeros
 from trainer.weights.load import load_weights
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
-_CONTEXT_PARALLEL: dict[CpStyle, Callable[[dist.ProcessGroup], ContextParallel]] = {"ulysses": Ulysses}
+_CONTEXT_PARALLEL: dict[CpStyle, Callable[[dist.ProcessGroup], ContextParallel]] = {"ulysses": Ulysses, "ring": Ring}
 
 _DEBUG_VALUE = 0.01
 _IMPLEMENTATIONS = {"custom": "implemented here", "hf": "transformers' own, with attention inside documents"}
@@ -67,6 +70,12 @@ def build_parallel_model(
         apply_adapters(config.lora, model, compute_dtype=compute_dtype)
     if config.ac is not None:
         model.apply_activation_checkpointing(config.ac.mode, config.ac.freq)
+    if config.ac_offloading is not None:
+        model.offload_activations(
+            max_inflight=config.ac_offloading.max_inflight_activations,
+            device=mesh.device,
+            allocate=partial(_host_bytes, pin=mesh.device.type == "cuda"),
+        )
     if config.compile is not None:
         model.compile_blocks(config.compile.mode, config.compile.fullgraph)
     grad_sync = apply_data_parallel(
@@ -76,6 +85,7 @@ def build_parallel_model(
         reduce_dtype=DTYPES[config.resolved_reduce_dtype],
         reshard_after_forward=config.reshard_after_forward,
         defer_grad_sync=config.defer_grad_sync,
+        cpu_offload=config.fsdp_cpu_offload,
     )
     grad_sync.materialize(mesh.device)
     log.info('model: %s, %s (model.impl = "%s")', model_config.model_type, _IMPLEMENTATIONS[model.impl], config.impl)
@@ -83,6 +93,10 @@ def build_parallel_model(
     if mesh.cp_group is not None:
         log.info("context parallelism: %d ranks share each row, %s attention", mesh.cp_size, config.cp_style)
     return model, grad_sync
+
+
+def _host_bytes(num_bytes: int, *, pin: bool) -> Tensor:
+    return pinned_zeros((num_bytes,), torch.uint8, pin=pin)
 
 
 def set_first_weights(

@@ -73,7 +73,9 @@ class Trainer:
             config.model, inputs.model_config, seq_len=config.longest_row, mesh=mesh
         )
         num_dims = {name: parameter.dim() for name, parameter in self.model.canonical_parameters().items()}
-        self.optimizer = build_optimizer(config.optim, self.grad_sync.masters, num_dims)
+        self.optimizer = build_optimizer(
+            config.optim, self.grad_sync.masters, num_dims, offload=config.model.optim_cpu_offload
+        )
         log.info("optimizer: %s", self.optimizer.decay_table())
         pin_memory = mesh.device.type == "cuda"
         self.loader = RowLoader(
@@ -164,6 +166,7 @@ class Trainer:
             self.grad_sync.publish()
             for hook in self.hooks:
                 hook.after_optimizer_step(context)
+            del gradients, context  # or they would take up memory until those of the next step are there
 
             step_end = clock.mark()
             self.reporter.collect(

@@ -39,7 +39,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     # what knows one rank only
     ("trainer.data", "trainer.monitors", "trainer.logs", "trainer.tokenizer", "trainer.run_dir"),
     ("trainer.attempts",),
-    ("trainer.progress", "trainer.perf", "trainer.run", "trainer.files", "trainer.locks"),
+    ("trainer.progress", "trainer.perf", "trainer.run", "trainer.files", "trainer.locks", "trainer.pinned"),
     ("trainer.text", "trainer.errors"),
     # networks
     ("models.registry", "models.init", "models.lora"),

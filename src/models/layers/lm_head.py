@@ -206,6 +206,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_hidden[chunk] = products.grad_hidden(grad_logits)
             if grad_weight is not None:
                 products.add_grad_weight(grad_weight, grad_logits, hidden[chunk])
+            del logits, grad_logits  # or they would be there beside those of the next chunk
 
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         not_differentiable = (nats,) if hits is None else (nats, hits)

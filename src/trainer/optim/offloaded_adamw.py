@@ -104,7 +104,7 @@ class OffloadedAdamW(AdamWBase):
             for kind in MOMENTS:
                 on_device[kind].copy_(on_host[kind], non_blocking=True)
         self._order(self._in, None)
-        torch._fused_adamw_(
+        torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
             [self._masters[piece.name].view(-1)[part]],
             [gradient.reshape(-1)[part].to(self._masters[piece.name].dtype)],
             [on_device["exp_avg"]],

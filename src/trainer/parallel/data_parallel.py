@@ -2,7 +2,8 @@
 
 Above one rank FSDP2 shards the master weights and gathers copies in the compute dtype. At one rank there is nothing to
 gather: the model holds the copies itself, refreshed once per step, and FSDP's copies in and out of flat buffers are
-saved. Both keep master weights and gradient sums in the dtype of `model.optimization_dtype`, under the same names.
+saved. Both keep master weights in the dtype of `model.optimization_dtype`, and gradient sums in it or fp32, under the
+same names.
 
 Frozen parameters (see models.lora) come in the compute dtype and stay so: no master, no gradient, no copy to refresh.
 Above one rank they are sharded and gathered like the others.
@@ -11,11 +12,11 @@ The optimizer sees plain local tensors in both forms, never DTensors: their disp
 fused updates of DTensors have leaked (pytorch issue 188174).
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from models.base import CausalLM
@@ -67,24 +68,33 @@ def apply_data_parallel(
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool,
     defer_grad_sync: bool,
+    cpu_offload: bool = False,
 ) -> GradSync:
     """Change a meta-device model, built in the masters' dtype, frozen parameters in the compute dtype, into its
     data-parallel form."""
     if mesh.device_mesh is None:
         return LocalGradSync(model, compute_dtype)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    offload_policy = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": mesh.device_mesh, "mp_policy": policy, "offload_policy": offload_policy}
     for block in model.blocks:
-        fully_shard(block, mesh=mesh.device_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh.device_mesh, mp_policy=policy, reshard_after_forward=False)
-    return ShardedGradSync(model, defer=defer_grad_sync)
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+    return ShardedGradSync(model, defer=defer_grad_sync, cpu_offload=cpu_offload)
 
 
 class ShardedGradSync:
     """FSDP2. Gradients are plain sums over ranks: the loss already carries 1 / loss tokens of the global batch."""
 
-    def __init__(self, model: CausalLM, *, defer: bool) -> None:
+    def __init__(self, model: CausalLM, *, defer: bool, cpu_offload: bool = False) -> None:
+        """
+        Args:
+            cpu_offload: masters and gradients lie in pinned host memory, and the optimizer works there. The host waits
+                for the gradients of each backward pass.
+        """
         self._model = model
         self._defer = defer
+        self._cpu_offload = cpu_offload
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for unit in self._units:
             # gloo has no averaging reduce-scatter: without the forced sum a divide factor of 1 is refused there.
@@ -92,7 +102,10 @@ class ShardedGradSync:
             unit.set_gradient_divide_factor(1.0)
 
     def materialize(self, device: torch.device) -> None:
-        self._model.to_empty(device=device)
+        self._model.to_empty(device="cpu" if self._cpu_offload else device)
+        for module in self._model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
         for unit in self._units:
             # The first unshard moves uneven shards into padded buffers; views taken before it would go stale.
             unit.unshard()
@@ -116,6 +129,9 @@ class ShardedGradSync:
 
     def as_global(self, name: str, local: Tensor) -> Tensor:
         parameter = self._parameters[name]
+        if self._cpu_offload:
+            # As FSDP makes them: `from_local` would move the part to the mesh's device, a copy that nobody reads.
+            return DTensor(local, parameter._spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
         return DTensor.from_local(
             local,
             parameter.device_mesh,
@@ -183,8 +199,9 @@ class LocalGradSync:
             copy.register_post_accumulate_grad_hook(self._adder(name))
 
     def _adder(self, name: str):
-        """Moves a finished gradient into the sum of the masters' dtype at once, so that no bf16 sum is ever kept."""
-        dtype = self._masters[name].dtype
+        """Moves a finished gradient into the sum of the masters' dtype, fp32 at least, at once: no bf16 sum is ever
+        kept."""
+        dtype = torch.promote_types(self._masters[name].dtype, torch.float32)
 
         def add(copy: Tensor) -> None:
             gradient, copy.grad = copy.grad, None
