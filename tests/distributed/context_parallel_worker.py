@@ -1,12 +1,14 @@
-"""One rank of test_context_parallel: what ranks that share rows compute, beside what one rank computes of the same.
+"""The ranks of test_context_parallel: what those that share rows compute, beside what one rank computes of the same.
 
-Usage: context_parallel_worker.py OUT SHARDS, with RANK, WORLD_SIZE = 4, MASTER_ADDR and MASTER_PORT in the environment.
-OUT gets a list of (case, found, expected), both dicts of tensors, as rank 0 sees them.
+Usage: context_parallel_worker.py OUT SHARDS PORT. OUT gets a list of (case, found, expected), both dicts of tensors, as
+rank 0 sees them.
 """
 
 import importlib.util
+import multiprocessing
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from models.base import CausalLM
 from models.batch import IGNORE_INDEX, Batch
 from models.init import init_weights
 from models.layers.context_parallel.base import ContextParallel
+from models.layers.context_parallel.ring import Ring
 from models.layers.context_parallel.ulysses import Ulysses
 from models.registry import build_config, build_model
 from trainer.data.collate import collate
@@ -35,7 +38,7 @@ from trainer.validation.chat_task import ChatTask
 from trainer.validation.set_task import SetTask
 from trainer.validation.sets.token_folder import TokenFolder
 
-VOCAB, SEQ_LEN = 67, 24
+RANKS, VOCAB, SEQ_LEN = 4, 67, 24
 ARCH: dict[str, Any] = {
     "model_type": "qwen3",
     "vocab_size": VOCAB,
@@ -55,7 +58,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "a key-value head each": {"model_type": "llama", "num_key_value_heads": 8},
     "layers without RoPE": SMOLLM3 | {"num_key_value_heads": 4},
 }
-Case = tuple[str, dict[str, Tensor], dict[str, Tensor]]
+Tensors = dict[str, Tensor]
+Case = tuple[str, Tensors, Tensors]
 
 
 def make_model(arch: dict[str, Any]) -> CausalLM:
@@ -81,11 +85,12 @@ def make_batch(lengths: list[list[int]], *, full_rows: bool = False) -> Batch:
 
 BATCHES = {
     "packed": make_batch([[5, 11, 8], [1, 19, 4], [20, 4]]),
+    "other documents": make_batch([[2, 3, 19], [4, 4, 12, 4], [9, 8, 3, 4]]),
     "whole rows": make_batch([[24], [24]], full_rows=True),
 }
 
 
-def measure(model: CausalLM, batch: Batch) -> dict[str, Tensor]:
+def measure(model: CausalLM, batch: Batch) -> Tensors:
     """Loss, nats and hits of each position, and gradients by parameter name."""
     model.zero_grad()
     output = model(batch, torch.tensor(0.01, dtype=torch.float64), greedy=True)
@@ -97,10 +102,20 @@ def measure(model: CausalLM, batch: Batch) -> dict[str, Tensor]:
     return gradients | {"loss": output.loss.detach(), "nats": output.nats, "hits": output.greedy_hits.double()}
 
 
-def added_up(parts: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+@torch.no_grad()
+def logits_of(model: CausalLM, batch: Batch) -> Tensors:
+    return {"logits": model.logits(batch)}
+
+
+def added_up(parts: Tensors, group: dist.ProcessGroup) -> Tensors:
     for part in parts.values():
         dist.all_reduce(part, group=group)
     return parts
+
+
+def on_rank_0(compute: Callable[..., Tensors], *arguments: Any) -> Tensors:
+    """What is expected; nobody reads it on other ranks."""
+    return compute(*arguments) if dist.get_rank() == 0 else {}
 
 
 def models_alone(parallel: ContextParallel) -> Iterator[Case]:
@@ -109,37 +124,32 @@ def models_alone(parallel: ContextParallel) -> Iterator[Case]:
         plain, shared = make_model(arch), make_model(arch)
         shared.share_rows(parallel)
         for form, batch in BATCHES.items():
-            expected = measure(plain, batch)
-            yield f"{name}, {form}", added_up(measure(shared, batch), parallel.group), expected
-            with torch.no_grad():
-                logits = parallel_logits(shared, batch, parallel)
-                yield f"{name}, {form}, logits", logits, {"logits": plain.logits(batch)}
-        expected = measure(plain, BATCHES["packed"])
-        for mode in ("full", "selective"):
-            shared.apply_activation_checkpointing(mode, 1)
-            yield f"{name}, {mode}", added_up(measure(shared, BATCHES["packed"]), parallel.group), expected
-
-
-def parallel_logits(model: CausalLM, batch: Batch, parallel: ContextParallel) -> dict[str, Tensor]:
-    return added_up({"logits": model.logits(batch)}, parallel.group)
+            yield f"{name}, {form}", added_up(measure(shared, batch), parallel.group), on_rank_0(measure, plain, batch)
+    logits = added_up(logits_of(shared, batch), parallel.group)
+    yield "logits", logits, on_rank_0(logits_of, plain, batch)
+    batch = BATCHES["packed"]
+    expected = on_rank_0(measure, plain, batch)
+    for mode in ("full", "selective"):
+        shared.apply_activation_checkpointing(mode, 1)
+        yield mode, added_up(measure(shared, batch), parallel.group), expected
 
 
 def compiled(parallel: ContextParallel) -> Iterator[Case]:
-    """Blocks as whole graphs, recomputed and not: captured and differentiated as on a GPU, but run without inductor."""
-    torch._dynamo.config.error_on_recompile = True
+    """Blocks as whole graphs, recomputed: captured and differentiated as on a GPU, but run without inductor."""
     compile_with = torch.compile
     torch.compile = lambda run, mode, **options: compile_with(run, backend="aot_eager", **options)
-    for mode in (None, "selective"):
-        plain, shared = make_model({}), make_model({})
-        shared.share_rows(parallel)
-        if mode is not None:
-            shared.apply_activation_checkpointing(mode, 1)
-        shared.compile_blocks("default", fullgraph=True)
-        batch = BATCHES["whole rows"]
-        yield f"compiled, {mode}", added_up(measure(shared, batch), parallel.group), measure(plain, batch)
-        torch._dynamo.reset()
+    plain, shared = make_model({}), make_model({})
+    shared.share_rows(parallel)
+    shared.apply_activation_checkpointing("selective", 1)
+    shared.compile_blocks("default", fullgraph=True)
+    # Without a recompilation for other documents, which only ring attention takes in a whole graph here.
+    names = ("packed", "other documents") if isinstance(parallel, Ring) else ("whole rows",)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for name in names:
+            found = added_up(measure(shared, BATCHES[name]), parallel.group)
+            yield f"compiled, {name}", found, on_rank_0(measure, plain, BATCHES[name])
+    torch._dynamo.reset()
     torch.compile = compile_with
-    torch._dynamo.config.error_on_recompile = False
 
 
 def decayed_sums(values: Tensor, decays: Tensor, starts: Tensor) -> Tensor:
@@ -189,7 +199,7 @@ def make_chats() -> RowSource:
     return module._make_chat_source([samples], SEQ_LEN, overflow="split", padding_id=5)
 
 
-def whole_run(mesh: Mesh, style: str, source: RowSource, shards: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def whole_run(mesh: Mesh, style: str, source: RowSource, shards: Path) -> tuple[Tensors, Tensors]:
     """A step's loss and gradients on chats through the parts of the trainer, and a round of validation."""
     config = ModelConfig.model_validate(
         {"arch": ARCH, "init": {}, "optimization_dtype": "float64", "cp": mesh.cp_size, "cp_style": style}
@@ -226,25 +236,39 @@ def whole_run(mesh: Mesh, style: str, source: RowSource, shards: Path) -> tuple[
     return step, {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
 
 
-def main() -> None:
+def run_rank(rank: int, out: str, shards: Path, port: str) -> None:
+    """One of the processes."""
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{RANKS}"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
     torch.set_num_threads(1)
     mesh = build_mesh(60, cp=2)
     four = replace(mesh, cp_size=4, cp_rank=mesh.rank, cp_group=dist.group.WORLD, dp_rank=0, dp_size=1)
-    chats, shards = make_chats(), Path(sys.argv[2])
+    chats = make_chats()
     step, metrics = whole_run(one_rank_mesh(torch.device("cpu")), "ulysses", chats, shards)
     cases: list[Case] = []
     for here in (mesh, four):
         assert here.cp_group is not None
-        for style, parallel in {"ulysses": Ulysses(here.cp_group)}.items():
+        for style, parallel in {"ulysses": Ulysses(here.cp_group), "ring": Ring(here.cp_group)}.items():
             found = [*models_alone(parallel), *recurrence(parallel)]
-            if style == "ulysses" and here is four:
-                found += compiled(parallel)
+            if here is mesh and mesh.dp_rank == 0:
+                found += compiled(parallel)  # costly, and one group of ranks is enough
             of_step, of_round = whole_run(here, style, chats, shards)
             found += [("step", of_step, step), ("validation", of_round, metrics)]
             cases += [(f"{style}, {here.cp_size} ranks: {name}", *pair) for name, *pair in found]
     if mesh.rank == 0:
-        torch.save(cases, sys.argv[1])
+        torch.save(cases, out)
     dist.destroy_process_group()
+
+
+def main() -> None:
+    out, shards, port = sys.argv[1:]
+    forking = multiprocessing.get_context("fork")  # everything is imported once
+    ranks = [forking.Process(target=run_rank, args=(rank, out, Path(shards), port)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(max(abs(process.exitcode or 0) for process in ranks))
 
 
 if __name__ == "__main__":
