@@ -7,6 +7,7 @@ from pydantic import Field
 
 from configs.base import BaseConfig, PlainName
 from configs.errors import Fault
+from configs.safe_text import has_secret
 
 RUN_CONFIG = Path("configs") / "sft.json"
 """The resolved config of a run, relative to its directory: what makes a folder one."""
@@ -130,3 +131,25 @@ class SlurmConfig(BaseConfig):
 
     signal_seconds: int = Field(default=120, ge=10)
     """So long before the time limit the run is asked to stop: it ends its step and writes a checkpoint."""
+
+    sbatch_args: list[str] = Field(default_factory=list)
+    """Further options of sbatch, such as "--qos=high" or "--cpus-per-gpu=8"."""
+
+    def table_faults(self) -> list[Fault]:
+        words = {
+            name: getattr(self, name) for name in ("job_name", "partition", "account", "time", "nodelist", "exclude")
+        }
+        lines = [(name, word) for name, word in words.items() if word is not None]
+        lines += [("sbatch_args", argument) for argument in self.sbatch_args]
+        faults = []
+        for key, text in lines:
+            # A line end would begin an option, or a command, of its own in the script.
+            if not text.isprintable():
+                faults.append(Fault(key=key, message="holds line ends or other control characters"))
+            elif key == "sbatch_args" and not text.startswith("-"):
+                faults.append(Fault(key=key, message=f'"{text}" is no option: write it as "--name=value"'))
+        for key, text in [*lines, ("pre_run_command", self.pre_run_command or "")]:
+            if has_secret(text):
+                message = "holds a secret, and would be written into config and script: jobs inherit the environment"
+                faults.append(Fault(key=key, message=message))
+        return faults

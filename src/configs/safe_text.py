@@ -50,6 +50,17 @@ def star_secrets(text: str, environ: Mapping[str, str] = os.environ) -> str:
     return _LOGIN.sub("***", text)
 
 
+_ASSIGNMENT = re.compile(r"""\b(\w+)=(?!["']?\$)["']?[^\s"';,]""")
+"""Of a value that is written out, not `$(cat file)` or another variable."""
+
+
+def has_secret(text: str) -> bool:
+    """Shell text that writes a secret out: assigns it to a variable named like one, holds what such a variable of the
+    environment holds, or the login in a URL."""
+    assigned = any(_SECRET_VARIABLE.search(match[1]) for match in _ASSIGNMENT.finditer(text))
+    return assigned or star_secrets(text) != text
+
+
 def safe(text: str) -> str:
     """What may reach a terminal, a log or a report of a failure."""
     return printable(star_secrets(text))

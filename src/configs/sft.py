@@ -167,6 +167,7 @@ class SFTConfig(BaseConfig):
         if self.only_scores:
             # Whatever is wrong about the training data, the batch or the schedule: nothing of it is used.
             return [
+                *check_deployment(self.deployment, self.model, has_slurm=self.slurm is not None),
                 *check_scoring(self.val, self.resume),
                 *check_weights(self.model, resuming=self.resume is not None),
                 *check_resume(self.resume, self.run, clean=self.clean, max_steps=None, counts_on=True),

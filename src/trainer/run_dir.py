@@ -14,9 +14,20 @@ from configs.launch import RUN_CONFIG
 from configs.model import is_hub_id
 from configs.sft import SFTConfig
 from trainer.attempts import LOCK_NAME, Attempt, Use, lay_out, refuse_living, taken, unusable, write_config
+from trainer.files import write_whole
 
 EVAL_WORKER = "eval_worker"
 """Folder in a run directory in which its eval-worker works."""
+
+JOB_FOLDER = "slurm"
+"""Folder in a run directory with the sbatch script and what its jobs leave."""
+
+JOB_SCRIPT = Path(JOB_FOLDER) / "sft.sbatch"
+JOB_RECORD = Path(JOB_FOLDER) / "submitted.json"
+"""The newest job that was queued for the run."""
+
+_OF_A_JOB = {"clean": False, "dry_run": False}
+"""In the config that a job reads, at each start: what is to be deleted was deleted when it was submitted."""
 
 _RUN = Use(what="a run", folder="the run directory", name_key="run.name", place_key="output_dir")
 
@@ -107,33 +118,68 @@ def open_run_dir(config: SFTConfig, say: Callable[[str], None]) -> Attempt:
     run_dir = run_dir_of(config)
     with taken(run_dir, _RUN, say) as lock:
         _refuse_contents(config, run_dir)
-        if config.clean and _is_used(run_dir):
-            _clean(run_dir)
-            say(f"clean: deleted what {run_dir} held")
-        return lay_out(run_dir, config, lock, is_beside=config.only_scores and _is_used(run_dir))
+        _clean_if_asked(config, run_dir, say)
+        return lay_out(run_dir, config, lock, is_beside=config.only_scores and is_used(run_dir))
 
 
 def write_dry_run(config: SFTConfig) -> Path:
     """Write the config of a dry run; gives the file.
 
-    It lies where the run's own would, and does not make the directory a used one. Beside earlier attempts it gets a
-    folder of its own, so that `configs/sft.json` keeps saying what was run.
+    It lies where the run's own would, and does not make the directory a used one. Beside earlier attempts, and where a
+    job may wait, it gets a folder of its own, so that `configs/sft.json` keeps saying what was run, or will be.
 
     Raises:
         RunError: the directory cannot be written.
     """
-    run_dir = run_dir_of(config)
-    folder = run_dir / "configs"
-    path = folder / "dry_run" / "sft.json" if _is_used(run_dir) else folder / "sft.json"
+    return _write_dry_run(run_dir_of(config), config, RUN_CONFIG)
+
+
+def write_dry_job(config: SFTConfig, script: str) -> tuple[Path, Path]:
+    """As `write_dry_run`, of a job: its config and its script, which can be submitted by hand where it has not got a
+    folder of its own. Gives both files."""
+    run_dir, job_config = run_dir_of(config), config.model_copy(update=_OF_A_JOB)
+    return _write_dry_run(run_dir, job_config, RUN_CONFIG), _write_dry_run(run_dir, script, JOB_SCRIPT)
+
+
+def _write_dry_run(run_dir: Path, content: SFTConfig | str, file: Path) -> Path:
+    is_taken = is_used(run_dir) or (run_dir / JOB_RECORD).exists()
+    path = run_dir / file.parent / ("dry_run" if is_taken else "") / file.name
     try:
-        write_config(config, path)
+        if isinstance(content, str):
+            write_whole(path, content.encode())
+        else:
+            write_config(content, path)
     except OSError as error:
         raise unusable(run_dir, _RUN, error) from error
     return path
 
 
+def lay_out_job(config: SFTConfig, script: str, say: Callable[[str], None]) -> Path:
+    """Make the run directory ready for a job: cleaned if asked, with the config that the job reads, and its script.
+
+    Returns:
+        the script's place.
+
+    Raises:
+        ConfigError, RunError: as open_run_dir.
+    """
+    run_dir = run_dir_of(config)
+    with taken(run_dir, _RUN, say) as lock, lock:
+        _refuse_contents(config, run_dir)
+        _clean_if_asked(config, run_dir, say)
+        write_config(config.model_copy(update=_OF_A_JOB), run_dir / RUN_CONFIG)
+        write_whole(run_dir / JOB_SCRIPT, script.encode())
+    return run_dir / JOB_SCRIPT
+
+
+def _clean_if_asked(config: SFTConfig, run_dir: Path, say: Callable[[str], None]) -> None:
+    if config.clean and is_used(run_dir):
+        _clean(run_dir)
+        say(f"clean: deleted what {run_dir} held")
+
+
 def _refuse_contents(config: SFTConfig, run_dir: Path) -> None:
-    if not _is_used(run_dir):
+    if not is_used(run_dir):
         return
     resume = config.resume
     goes_on = resume is not None and (resume.auto or resume.dir is None or resume.dir.resolve() == run_dir.resolve())
@@ -161,15 +207,15 @@ def _refuse_cleaning(output_dir: Path, run_dir: Path) -> None:
 
 def _is_run(run_dir: Path) -> bool:
     """It holds a run's config, or no more than an attempt that was killed before it could write that."""
-    first = (LOCK_NAME, RUN_CONFIG.parent.name, "logs")
+    first = (LOCK_NAME, RUN_CONFIG.parent.name, JOB_FOLDER, "logs")
     return (run_dir / RUN_CONFIG).is_file() or all(entry.name in first for entry in run_dir.iterdir())
 
 
-def _is_used(run_dir: Path) -> bool:
-    """It holds more than a dry run leaves: a lock file and configs of no attempt."""
+def is_used(run_dir: Path) -> bool:
+    """It holds more than a dry run or a submission leaves: a lock file, configs of no attempt, what belongs to jobs."""
     if not run_dir.is_dir():
         return False
-    if any(entry.name not in (LOCK_NAME, "configs") for entry in run_dir.iterdir()):
+    if any(entry.name not in (LOCK_NAME, "configs", JOB_FOLDER) for entry in run_dir.iterdir()):
         return True
     configs = run_dir / "configs"
     return configs.is_dir() and any(entry.name != "sft.json" for entry in configs.iterdir())

@@ -22,7 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     # commands and processes
     ("trainer.sft", "trainer.tokenize", "trainer.inspect", "trainer.export", "trainer.reports", "trainer.eval_worker"),
     ("trainer.command",),
-    ("trainer.launch", "trainer.worker"),
+    ("trainer.launch", "trainer.worker", "trainer.slurm"),
     ("trainer.elastic",),
     # the loop
     ("trainer.train", "trainer.evaluate"),

@@ -146,7 +146,9 @@ def weight_faults(
 
 
 def _build_on_meta(config: SFTConfig, model_config: PretrainedConfig) -> CausalLM:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # Where jobs are submitted there need be no GPU; the nodes have them.
+    on_gpu = torch.cuda.is_available() or config.slurm is not None
+    device = torch.device("cuda" if on_gpu else "cpu")
     attn = choose_attention(config.model.attn, device, DTYPES[config.model.resolved_compute_dtype])
     try:
         with torch.device("meta"):
