@@ -336,7 +336,7 @@ def _ring_in_threads(
 
     seq_len = query.size(1)
     borders = np.cumsum([0, *(length for row in rows for length in row)]).astype(np.int32)
-    padded = torch.from_numpy(np.append(borders, borders[-1:])).to(query.device)
+    padded = torch.from_numpy(np.append(borders, borders[-1:])).to(query.device, non_blocking=True)
     boxes = {(source, target): Queue() for source in range(size) for target in range(size)}
 
     def run(rank: int) -> list[Any]:
