@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -329,7 +330,7 @@ def _ring_in_threads(
 ) -> list[Any]:
     import torch
 
-    from models.layers.context_parallel.partial_attention import Documents, Heads
+    from models.layers.context_parallel.parts import Documents, Heads, choose_kernel
     from models.layers.context_parallel.ring import share_borders
     from models.layers.context_parallel.ring_passes import Share, ring_backward, ring_forward
     from models.layers.context_parallel.ring_plan import ring_plan
@@ -342,10 +343,11 @@ def _ring_in_threads(
     def run(rank: int) -> list[Any]:
         chunks = (tensor.chunk(2 * size, 1) for tensor in (query, key, value, grad))
         q, k, v, g = (torch.cat([chunk[rank], chunk[-1 - rank]], 1) for chunk in chunks)
+        kernel = choose_kernel(q, k, v, whole_rows=len(borders) == len(rows) + 1)
         plan = ring_plan(borders, seq_len=seq_len, rank=rank, size=size)
         on_device = share_borders(padded, seq_len=seq_len, rank=rank, size=size)
         share = Share(
-            heads=Heads(query=q, key=k, value=v, scale=scale),
+            heads=Heads(query=q, key=k, value=v, scale=scale, kernel=kernel),
             documents=Documents(lengths=plan.documents, cu_seqlens=on_device),
             plan=plan,
             link=_ThreadLink(rank, boxes),
@@ -371,3 +373,16 @@ def ring_in_threads() -> Callable[..., list[Any]]:
     the gradient by the output, `rows` has the lengths of each row's documents.
     """
     return _ring_in_threads
+
+
+@pytest.fixture
+def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder of a cluster whose programs are on PATH: see tests/fake_slurm."""
+    cluster = tmp_path / "cluster"
+    cluster.mkdir()
+    programs = [Path(__file__).with_name("fake_slurm"), Path(sys.executable).parent]
+    monkeypatch.setenv("PATH", os.pathsep.join([*map(str, programs), os.environ["PATH"]]))
+    monkeypatch.setenv("FAKE_SLURM", str(cluster))
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    return cluster
