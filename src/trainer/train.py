@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from configs.checkpoint import CheckpointConfig
 from configs.sft import SFTConfig
 from trainer.adapters import adapter_record, check_resumed
@@ -29,7 +31,7 @@ from trainer.optim.gradients import clip_gradients, gradient_norms
 from trainer.optim.schedule import learning_rate
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.stop_votes import StopVotes
-from trainer.preflight import plan_run, prepare
+from trainer.preflight import memory_lines, plan_run, prepare
 from trainer.report import Metrics, StepMarks, StepReport, StepReporter
 from trainer.run import Run
 from trainer.snapshots.writer import SnapshotWriter
@@ -69,6 +71,10 @@ class Trainer:
         inputs = prepare(config)
         self.model_folder = inputs.model_folder
         self.plan = plan_run(config, inputs.source, mesh.world_size)
+        if mesh.device.type == "cuda" and mesh.rank == 0:
+            capacity = torch.cuda.get_device_properties(mesh.device).total_memory
+            for line in memory_lines(config, inputs, self.plan, capacity=capacity):
+                log.info(line)
         self.model, self.grad_sync = build_parallel_model(
             config.model, inputs.model_config, seq_len=config.longest_row, mesh=mesh
         )

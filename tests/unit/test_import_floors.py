@@ -29,7 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     # from the config to the parts of a run, and from a step to its report
     ("trainer.preflight", "trainer.report"),
     ("trainer.snapshots",),
-    ("trainer.state", "trainer.model_setup", "trainer.model_source", "trainer.adapters"),
+    ("trainer.memory", "trainer.state", "trainer.model_setup", "trainer.model_source", "trainer.adapters"),
     # the parts of a step
     ("trainer.validation", "trainer.optim", "trainer.checkpoint", "trainer.micro_batch", "trainer.metrics"),
     ("trainer.weights",),

@@ -23,6 +23,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from models.batch import Batch
 from models.errors import ArchError
+from models.layers.outline import attention_outline
 
 
 class AttentionForm(StrEnum):
@@ -120,6 +121,8 @@ def attend(
     Returns:
         (rows, seq_len, heads, head_dim)
     """
+    if query.is_meta:
+        return attention_outline(query, key, value)[0]
     if context.form == AttentionForm.ROWS:
         return _causal_sdpa(query, key, value, scale)
     flat = (query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1))

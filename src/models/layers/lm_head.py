@@ -83,6 +83,11 @@ class LMHead(nn.Module):
         return weight
 
 
+def chunk_size(vocab_size: int) -> int:
+    """Tokens whose logits are made at once."""
+    return max(_MIN_CHUNK_TOKENS, _CHUNK_ELEMENTS // vocab_size)
+
+
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -112,7 +117,7 @@ def linear_cross_entropy(
         greedy hits (tokens,) bool, or None when not asked for.
     """
     if chunk_tokens is None:
-        chunk_tokens = max(_MIN_CHUNK_TOKENS, _CHUNK_ELEMENTS // weight.size(0))
+        chunk_tokens = chunk_size(weight.size(0))
     if loss_scale is None:
         loss_scale = torch.ones((), dtype=_wide_dtype(hidden), device=hidden.device)
     grad_enabled = torch.is_grad_enabled()

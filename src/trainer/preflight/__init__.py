@@ -5,6 +5,7 @@ or `prepare_model`, for themselves and come to the same.
 """
 
 from trainer.preflight.inputs import Inputs, ModelInputs, prepare, prepare_model
+from trainer.preflight.memory import memory_lines
 from trainer.preflight.plan import Plan, plan_run
 from trainer.preflight.run import preflight, preflight_scoring
 
@@ -12,6 +13,7 @@ __all__ = [
     "Inputs",
     "ModelInputs",
     "Plan",
+    "memory_lines",
     "plan_run",
     "preflight",
     "preflight_scoring",

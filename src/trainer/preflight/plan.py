@@ -32,6 +32,9 @@ class Plan:
     data: str
     """One line on the data."""
 
+    memory: tuple[str, ...] = ()
+    """Lines on the memory of each GPU."""
+
     def lines(self) -> list[str]:
         """The plan for people."""
         total = self.steps * self.tokens_per_step
@@ -41,6 +44,7 @@ class Plan:
             f"{total:,} tokens in all, {self.epochs:.4g} epochs of {self.num_rows:,} rows",
             f"plan: {show_workers(self.world_size)}, {self.grad_accum_steps} "
             f"micro-batch{'es' * (self.grad_accum_steps > 1)} per worker and step",
+            *self.memory,
         ]
 
 

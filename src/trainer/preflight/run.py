@@ -1,6 +1,7 @@
 """Whether a run can be: a training, or a scoring where nothing is trained (`max_steps = 0`)."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from configs.checkpoint import CheckpointConfig
@@ -21,6 +22,7 @@ from trainer.preflight.checks import (
     weight_faults,
 )
 from trainer.preflight.inputs import prepare, prepare_model
+from trainer.preflight.memory import lever_faults, memory_lines
 from trainer.preflight.plan import Plan, plan_run, show_workers
 from trainer.progress import ProgressBars
 from trainer.state import STATE_KEYS
@@ -47,6 +49,7 @@ def preflight(config: SFTConfig, *, run_dir: Path, world_size: int, say: Callabl
     with collecting(faults):
         model = check_model(config, inputs)
         faults += share_faults(config, model)
+        faults += lever_faults(config)
     with collecting(faults):
         check_validation(config, inputs)
     with collecting(faults):
@@ -59,6 +62,8 @@ def preflight(config: SFTConfig, *, run_dir: Path, world_size: int, say: Callabl
         faults += weight_faults(config, inputs, None if found is None else found[1], say)
     if faults or plan is None:
         raise ConfigError(faults)
+    if config.dry_run or config.slurm is not None:  # else the first worker says it, beside what its GPU has
+        plan = replace(plan, memory=tuple(memory_lines(config, inputs, plan)))
     return plan
 
 
