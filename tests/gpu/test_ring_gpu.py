@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -51,19 +52,9 @@ def _errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> dict[str, float
     }
 
 
-@contextmanager
-def _no_sync() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 64), (8, 2, 128), (3, 1, 8)])
-@pytest.mark.parametrize("rows", [PACKED, WHOLE], ids=["packed", "whole rows"])
-def test_bf16_kernels(rows: Rows, heads, kv_heads, head_dim, size, ring_in_threads: RingInThreads) -> None:
+def _check_bf16(
+    rows: Rows, heads: int, kv_heads: int, head_dim: int, size: int, ring_in_threads: RingInThreads
+) -> None:
     """As near to float64 as attention of one rank in bfloat16.
 
     Joining adds one rounding of each part's output, weights adding up to 1, to the one rounding that one rank has, and
@@ -80,6 +71,29 @@ def test_bf16_kernels(rows: Rows, heads, kv_heads, head_dim, size, ring_in_threa
     print(f"ring {ours}, one rank {theirs}")
     assert {name: error for name, error in ours.items() if not error < 2 * theirs[name]} == {}
     assert max(ours.values()) < 0.01
+
+
+@contextmanager
+def _no_sync() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 64), (8, 2, 128), (3, 1, 8)])
+@pytest.mark.parametrize("rows", [PACKED, WHOLE], ids=["packed", "whole rows"])
+def test_bf16_kernels(rows: Rows, heads, kv_heads, head_dim, size, ring_in_threads: RingInThreads) -> None:
+    """The kernel that SDPA picks for whole rows, flash attention for documents."""
+    _check_bf16(rows, heads, kv_heads, head_dim, size, ring_in_threads)
+
+
+def test_bf16_flash_attention_of_whole_rows(ring_in_threads: RingInThreads) -> None:
+    """Where SDPA may not pick cuDNN."""
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        _check_bf16(WHOLE, 8, 2, 64, 4, ring_in_threads)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 3e-6), (torch.float64, 1e-14)])

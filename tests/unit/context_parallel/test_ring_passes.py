@@ -50,7 +50,7 @@ def test_exact(rows, heads, kv_heads, size, ring_in_threads):
 
 def test_blocks_of_queries(monkeypatch, ring_in_threads):
     """Blocks bound the scores that exist at once; three queries at a time are no different."""
-    monkeypatch.setattr("models.layers.context_parallel.partial_attention._BLOCK_ELEMENTS", 200)
+    monkeypatch.setattr("models.layers.context_parallel.plain_attention._BLOCK_ELEMENTS", 200)
     rows = ROWS["packed"]
     inputs = _inputs(rows, 4, 2, torch.float64)
     for ours, exact in zip(

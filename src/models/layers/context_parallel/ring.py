@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 
 from models.layers.attention import DocumentContext
 from models.layers.context_parallel.base import ContextParallel
-from models.layers.context_parallel.partial_attention import Attended, Documents, Heads, sum_dtype
+from models.layers.context_parallel.parts import Attended, Documents, Heads, choose_kernel, sum_dtype
 from models.layers.context_parallel.ring_passes import Share, ring_backward, ring_forward
 from models.layers.context_parallel.ring_plan import ring_plan
 
@@ -168,8 +168,10 @@ def _share(
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     seq_len = query.size(1) * size
     plan = ring_plan(host_cu_seqlens.numpy(), seq_len=seq_len, rank=rank, size=size)
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    kernel = choose_kernel(query, key, value, whole_rows=host_cu_seqlens.numel() == query.size(0) + 1)
     return Share(
-        heads=Heads(query=query.contiguous(), key=key.contiguous(), value=value.contiguous(), scale=scale),
+        heads=Heads(query=query, key=key, value=value, scale=scale, kernel=kernel),
         documents=Documents(
             lengths=plan.documents, cu_seqlens=share_borders(cu_seqlens, seq_len=seq_len, rank=rank, size=size)
         ),

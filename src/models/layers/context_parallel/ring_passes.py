@@ -7,7 +7,7 @@ which adds them up; so nothing is rounded on the way.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Protocol
 
@@ -15,16 +15,12 @@ import torch
 from torch import Tensor
 
 from models.layers.context_parallel.partial_attention import (
-    Attended,
-    Documents,
-    Heads,
     attend_documents,
     attend_rectangle,
     document_gradients,
-    join_,
     rectangle_gradients,
-    sum_dtype,
 )
+from models.layers.context_parallel.parts import Attended, Documents, Heads, join_, sum_dtype
 from models.layers.context_parallel.ring_plan import RingPlan, RingStep, Span
 
 
@@ -81,7 +77,7 @@ def ring_forward(share: Share) -> Attended:
             coming = _swap_keys(share, following)
         for pair, (key, value) in zip(step.received, _spans(parcel, step.received_keys), strict=True):
             rows, positions = pair.queries.rows, pair.queries.positions
-            part = attend_rectangle(Heads(query=heads.query[rows, positions], key=key, value=value, scale=heads.scale))
+            part = attend_rectangle(replace(heads, query=heads.query[rows, positions], key=key, value=value))
             join_(out[rows, positions], lse[rows, :, positions], part)
     return Attended(out=out.to(heads.query.dtype), lse=lse)
 
@@ -109,7 +105,7 @@ def ring_backward(share: Share, grad: Tensor, attended: Attended) -> tuple[Tenso
         ):
             rows, positions = pair.queries.rows, pair.queries.positions
             query_part, key_part, value_part = rectangle_gradients(
-                Heads(query=heads.query[rows, positions], key=key, value=value, scale=heads.scale),
+                replace(heads, query=heads.query[rows, positions], key=key, value=value),
                 grad[rows, positions],
                 Attended(out=attended.out[rows, positions], lse=attended.lse[rows, :, positions]),
             )
