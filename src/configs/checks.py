@@ -9,7 +9,7 @@ from pathlib import Path
 from configs.checkpoint import CheckpointConfig, EvalSnapshotsConfig, ResumeConfig
 from configs.data import ChatConfig, DataConfig, NoDataConfig, TokensDataConfig, is_dataset_id
 from configs.errors import Fault
-from configs.launch import DeploymentConfig, MultiNodeConfig, RunConfig
+from configs.launch import DeploymentConfig, MultiNodeConfig, RunConfig, SlurmConfig
 from configs.model import ModelConfig, is_hub_id
 from configs.optim import AdamWConfig, ConstantSchedulerConfig, SchedulerConfig
 from configs.validation import SET_ENDINGS, SuiteConfig, ValConfig
@@ -70,6 +70,14 @@ def check_deployment(deployment: DeploymentConfig, model: ModelConfig, *, has_sl
         message = "is missing: how many GPUs the job asks for cannot be seen from here"
         faults.append(Fault(key="deployment.num_train_gpus", message=message))
     return faults
+
+
+def check_requeue(slurm: SlurmConfig | None, ckpt: CheckpointConfig | None, *, only_scores: bool) -> list[Fault]:
+    """A job that is queued again has something to go on from, or it would do the same work for ever."""
+    if slurm is None or not slurm.requeue or (ckpt is not None and not only_scores):
+        return []
+    missing = "with max_steps = 0 nothing is kept between two starts" if only_scores else "there is no [ckpt]"
+    return [Fault(key="slurm.requeue", message=f"{missing}: the job would begin anew each time; leave it out")]
 
 
 def check_ranks(model: ModelConfig, data: DataConfig, *, dp_replicate: int, ranks: int | None) -> list[Fault]:

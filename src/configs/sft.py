@@ -13,6 +13,7 @@ from configs.checks import (
     check_end,
     check_moments,
     check_ranks,
+    check_requeue,
     check_resume,
     check_rounds,
     check_schedule,
@@ -168,6 +169,7 @@ class SFTConfig(BaseConfig):
             # Whatever is wrong about the training data, the batch or the schedule: nothing of it is used.
             return [
                 *check_deployment(self.deployment, self.model, has_slurm=self.slurm is not None),
+                *check_requeue(self.slurm, self.ckpt, only_scores=True),
                 *check_scoring(self.val, self.resume),
                 *check_weights(self.model, resuming=self.resume is not None),
                 *check_resume(self.resume, self.run, clean=self.clean, max_steps=None, counts_on=True),
@@ -178,6 +180,7 @@ class SFTConfig(BaseConfig):
         counts_on = self.ckpt is None or not self.ckpt.skip_progress
         return [
             *check_deployment(self.deployment, self.model, has_slurm=self.slurm is not None),
+            *check_requeue(self.slurm, self.ckpt, only_scores=False),
             *check_end(self.data, max_steps=self.max_steps),
             *check_weights(self.model, resuming=self.resume is not None, needs_first=may_start_anew(self.resume)),
             *check_ranks(self.model, self.data, dp_replicate=self.dp_replicate, ranks=self.ranks),

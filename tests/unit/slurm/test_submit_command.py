@@ -161,7 +161,7 @@ def test_what_a_job_alone_cannot_do(sft: Any, run_dir: Path, fake_slurm: Path) -
         (run_dir / "checkpoints" / f"step_{step}").mkdir(parents=True)
     (run_dir / "configs").mkdir()
     (run_dir / "configs" / "sft.json").write_text("{}")
-    code, lines = sft("--resume.step", "2", "--slurm.requeue")
+    code, lines = sft("--resume.step", "2", "--slurm.requeue", "--ckpt")
     assert code == 2 and lines[-1] == (
         "resume.step (flag --resume.step): 2 is older than step_4, which the job would go on from when it is queued "
         "again (slurm.requeue): move the later checkpoints away, or fork the run by resume.dir"
@@ -186,6 +186,8 @@ def test_what_a_job_alone_cannot_do(sft: Any, run_dir: Path, fake_slurm: Path) -
         (["--no-slurm"], "deployment.type", '"multi_node" needs [slurm]'),
         (ONE_NODE, "deployment.num_train_gpus", "is missing"),
         ([*ONE_NODE, "--max-steps", "0"], "deployment.num_train_gpus", "is missing"),
+        (["--slurm.requeue"], "slurm.requeue", "there is no [ckpt]"),
+        (["--slurm.requeue", "--ckpt", "--max-steps", "0"], "slurm.requeue", "with max_steps = 0 nothing is kept"),
         (["--slurm.requeue", "--resume", "--ckpt.skip-optimizer"], "ckpt.skip_optimizer", "slurm.requeue"),
         (["--resume.auto", "--ckpt.skip-optimizer"], "ckpt.skip_optimizer", "resume.auto"),
         (["--resume.auto", "--resume.step", "3"], "resume.step", "give only one of them"),
