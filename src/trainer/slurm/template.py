@@ -12,14 +12,10 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from configs.errors import ConfigError
 
+SHIPPED_TEMPLATES = Path(__file__).parent / "templates"
+"""Part of the package; in a checkout a link to the folder at the root."""
+
 _KEY = "slurm.template_path"
-
-
-def shipped_templates() -> Path:
-    """Folder of the templates that come with the package: beside this file once it is installed, and in a checkout the
-    one at the root."""
-    installed = Path(__file__).parent / "templates"
-    return installed if installed.is_dir() else Path(__file__).parents[3] / "templates"
 
 
 def render_template(path: Path | None, name: str, variables: Mapping[str, Any]) -> str:
@@ -33,12 +29,11 @@ def render_template(path: Path | None, name: str, variables: Mapping[str, Any]) 
     Raises:
         ConfigError: the template is missing or faulty, or what it gives is no script.
     """
-    shipped = shipped_templates()
-    template = path or shipped / name
+    template = path or SHIPPED_TEMPLATES / name
     if not template.is_file():
         raise ConfigError.one(_KEY, f"{template} is not a file")
     environment = SandboxedEnvironment(
-        loader=ChoiceLoader([FileSystemLoader(template.parent), FileSystemLoader(shipped)]),
+        loader=ChoiceLoader([FileSystemLoader(template.parent), FileSystemLoader(SHIPPED_TEMPLATES)]),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

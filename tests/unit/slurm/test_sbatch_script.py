@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,15 +245,12 @@ def test_a_template_of_the_user_may_use_the_shipped_parts(config: Callable[..., 
     assert options_of(script)[:2] == ["--nodes=1", "--job-name=one"] and "srun" in script
 
 
-def test_templates_are_found_in_a_checkout_and_once_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wheel puts them where the installed module looks."""
-    assert template_module.shipped_templates() == ROOT / "templates"
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    place = tmp_path / build["force-include"]["templates"]
-    place.parent.mkdir(parents=True)
-    place.symlink_to(ROOT / "templates")
-    monkeypatch.setattr(template_module, "__file__", str(tmp_path / "trainer" / "slurm" / "template.py"))
-    assert template_module.shipped_templates() == place
+def test_templates_are_part_of_the_package() -> None:
+    """So an installed one has them; in the repository they lie at the root."""
+    assert template_module.SHIPPED_TEMPLATES.parent == Path(render.__file__).parent
+    shipped = {path.name for path in template_module.SHIPPED_TEMPLATES.rglob("*.j2")}
+    assert shipped == {"single_node.sbatch.j2", "multi_node.sbatch.j2", "options.j2", "run.sh.j2"}
+    assert template_module.SHIPPED_TEMPLATES.resolve() == ROOT / "templates"
 
 
 def test_a_pre_run_command_that_bash_cannot_read(config: Callable[..., SFTConfig]) -> None:
