@@ -45,7 +45,8 @@ def run_micro_batches(
         step: index of the step; only dropout asks for it.
     """
     # A fill kernel: torch.tensor(n, device=...) would copy from pageable memory and wait.
-    loss_tokens = torch.full((), num_loss_tokens, dtype=torch.float64, device=mesh.device)
+    counted = num_loss_tokens if mesh.counts_rows else 0
+    loss_tokens = torch.full((), counted, dtype=torch.float64, device=mesh.device)
     mesh.sum_(loss_tokens)
     loss_scale = 1 / loss_tokens.clamp(min=1)
     nats = torch.zeros((), dtype=torch.float64, device=mesh.device)

@@ -83,7 +83,9 @@ class StepReporter:
         stop_requested: bool,
     ) -> None:
         """Reduce the statistics of step `step` over ranks and start their way to the host. Does not wait."""
-        micro_batches = batches.micro_batches
+        # Of rows that ranks share, one of them counts what the host knows.
+        micro_batches = batches.micro_batches if self._mesh.counts_rows else []
+        digest = batches.digest if self._mesh.counts_rows else (0, 0)
         tokens = sum(batch.num_tokens for batch in micro_batches)
         padding = sum(batch.num_padding_tokens for batch in micro_batches)
         pairs = sum(batch.attention_pairs for batch in micro_batches)
@@ -93,8 +95,8 @@ class StepReporter:
         stats.add_sum("num_padding_tokens", padding)
         stats.add_sum("attention_pairs", pairs)
         stats.add_sum("wait_seconds", batches.wait_seconds)
-        stats.add_sum("digest_low", batches.digest[0])
-        stats.add_sum("digest_high", batches.digest[1])
+        stats.add_sum("digest_low", digest[0])
+        stats.add_sum("digest_high", digest[1])
         if self._checksum_interval is not None and (step + 1) % self._checksum_interval == 0:
             low, high = parameter_checksum(self._state.model_tensors())
             stats.add_sum("checksum_low", low)
@@ -107,7 +109,7 @@ class StepReporter:
         stats.add_replicated("update_ok", norms.update_ok)
         for group, norm in norms.groups.items():
             stats.add_replicated(f"grad_norm/{group}", norm)
-        num_samples = sum(batch.input_ids.shape[0] for batch in micro_batches) * self._mesh.dp_size
+        num_samples = sum(batch.input_ids.shape[0] for batch in batches.micro_batches) * self._mesh.dp_size
         self._pending = _Pending(
             step=step, reduced=stats.reduce(), marks=marks, lr=lr, epoch=epoch, num_samples=num_samples
         )
