@@ -168,7 +168,7 @@ def test_gpu_and_cpu_agree(tmp_path, dtype, limit):
             tmp_path / device,
             model={"compute_dtype": dtype if device == "gpu" else "float32"},
             max_steps=6,
-            deployment={"num_train_gpus": 1},
+            deployment={"type": "single_node", "num_train_gpus": 1},
         )
         results[device] = run_command(config, tmp_path / f"{device}.json", env)
     for gpu, cpu in zip(results["gpu"], results["cpu"], strict=True):
@@ -187,7 +187,7 @@ def test_one_and_two_gpus_agree(tmp_path):
             model={"compute_dtype": "float32", "defer_grad_sync": defer},
             data={"micro_batch_size": 2},
             ckpt={"interval": 6},
-            deployment={"num_train_gpus": gpus},
+            deployment={"type": "single_node", "num_train_gpus": gpus},
         )
         results.append(run_command(config, tmp_path / f"{name}.json", os.environ))
     one, two, deferred = results
@@ -216,7 +216,11 @@ def test_one_and_two_gpus_start_from_the_same_files(tmp_path):
     for name, gpus in (("one", 1), ("two", 2)):
         model = {"arch": None, "init": None, "name": str(folder), "compute_dtype": "float32"}
         config = make_config(
-            tmp_path / name, model=model, deployment={"num_train_gpus": gpus}, ckpt={"weights": True}, **tables
+            tmp_path / name,
+            model=model,
+            deployment={"type": "single_node", "num_train_gpus": gpus},
+            ckpt={"weights": True},
+            **tables,
         )
         results.append(run_command(config, tmp_path / f"{name}.json", os.environ))
     one, two = results
@@ -225,7 +229,9 @@ def test_one_and_two_gpus_start_from_the_same_files(tmp_path):
         assert b.get("val/held/bpb@512") == pytest.approx(a.get("val/held/bpb@512"), rel=1e-5)
     exported = tmp_path / "two" / "run" / "weights" / "step_12"
     model = {"arch": None, "init": None, "name": str(exported), "compute_dtype": "float32"}
-    config = make_config(tmp_path / "again", model=model, max_steps=0, deployment={"num_train_gpus": 1}, **tables)
+    config = make_config(
+        tmp_path / "again", model=model, max_steps=0, deployment={"type": "single_node", "num_train_gpus": 1}, **tables
+    )
     path = tmp_path / "again.json"
     assert run_command(config, path, os.environ) == []
     (start,) = map(json.loads, (config.output_dir / "run" / "metrics.jsonl").read_text().splitlines())
