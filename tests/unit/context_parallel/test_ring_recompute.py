@@ -51,7 +51,7 @@ def test_times_attended(mode: RecomputeMode | None, forwards: int, monkeypatch: 
     gradients = torch.autograd.grad(out.sum(), (query, key, value))
     assert len(calls) == forwards
     # The same in one piece: two documents of four positions.
-    parts = [values.unflatten(1, (2, 4))[0].transpose(1, 2) for values in (query.sin(), key, value)]
-    whole = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, scale=0.5).cos()
+    q, k, v = (values.unflatten(1, (2, 4))[0].transpose(1, 2) for values in (query.sin(), key, value))
+    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5).cos()
     for found, exact in zip(gradients, torch.autograd.grad(whole.sum(), (query, key, value)), strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-13)
