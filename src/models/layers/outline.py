@@ -51,3 +51,32 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor, _: Tensor)
 
 
 attention_outline.register_autograd(_backward, setup_context=_keep)
+
+
+@torch.library.custom_op("oneloop::norm_outline", mutates_args=())
+def norm_outline(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Shapes of a fused RMSNorm: its result, like `hidden` (..., size), and the inverse root of each mean square."""
+    return _norm_outline(hidden)
+
+
+@norm_outline.register_fake
+def _(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return _norm_outline(hidden)
+
+
+def _norm_outline(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(hidden), hidden.new_empty(hidden.shape[:-1], dtype=torch.float32)
+
+
+def _norm_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    hidden, weight, _ = ctx.saved_tensors  # type: ignore[attr-defined]
+    return torch.empty_like(hidden), torch.empty_like(weight)
+
+
+def _keep_norm(
+    ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]
+) -> None:
+    ctx.save_for_backward(*inputs, output[1])
+
+
+norm_outline.register_autograd(_norm_backward, setup_context=_keep_norm)

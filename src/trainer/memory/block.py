@@ -22,6 +22,7 @@ from models.base import CausalLM
 from models.batch import Batch, Segments
 from models.layers.block import BlockRunner
 from models.layers.norm import RMSNorm
+from models.layers.outline import norm_outline
 from trainer.memory.graph import extra_bytes
 
 
@@ -157,7 +158,7 @@ def _eager_trace(
     for module in block.modules():
         if isinstance(module, RMSNorm):
             # One kernel on CUDA; the meta device would take it apart, and each part would save its input.
-            module.forward = _FusedNorm(module)
+            module.forward = _fused_norm(module)  # pyright: ignore[reportAttributeAccessIssue]
     known = [*block.parameters(), hidden, *_tensors((args, kwargs))]
     with _LiveBytes(known) as live:
         output = runner(hidden, *args, **kwargs)
@@ -173,13 +174,8 @@ def _eager_trace(
     return saved + hidden.nbytes, forward, backward
 
 
-class _FusedNorm:
-    def __init__(self, norm: RMSNorm) -> None:
-        self._norm = norm
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        weight = self._norm.weight
-        return torch.ops.aten._fused_rms_norm(hidden, list(weight.shape), weight, self._norm.eps)[0]
+def _fused_norm(norm: RMSNorm) -> Callable[[Tensor], Tensor]:
+    return lambda hidden: norm_outline(hidden, norm.weight)[0]
 
 
 def _compiled_trace(

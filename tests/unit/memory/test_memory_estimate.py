@@ -1,0 +1,142 @@
+"""The estimate of peak memory: sizes counted by hand for a tiny model, and what each lever takes away."""
+
+import pytest
+import torch
+from torch import fx
+
+from configs.model import ModelConfig
+from models.registry import build_config, build_model
+from trainer.memory import RankShape, estimate_memory
+from trainer.memory.block import measure_block
+from trainer.memory.graph import extra_bytes
+from trainer.optim.offloaded_adamw import NUM_SLOTS
+
+HIDDEN, MLP, LAYERS, VOCAB, ROWS, SEQ_LEN = 64, 160, 6, 512, 2, 128
+TOKENS = ROWS * SEQ_LEN
+ARCH = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": MLP,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+BLOCK = HIDDEN * (2 * HIDDEN + 2 * HIDDEN // 2 + 3 * MLP) + 2 * HIDDEN
+PARAMS = LAYERS * BLOCK + VOCAB * HIDDEN + HIDDEN
+
+# Per token, in bf16: input, normed input, q, k, v, attended, residual, normed again; gate, its SiLU, up, their product;
+# in fp32: a number each of the two norms, and of each head of the attention.
+SAVED_EAGER = 2 * (6 * HIDDEN + 2 * HIDDEN // 2 + 4 * MLP) + 4 * (2 + 4)
+
+
+def meta_model(ac: str | None = None):
+    with torch.device("meta"):
+        model = build_model(
+            build_config(ARCH, tokenizer_length=None, special_ids={}),
+            seq_len=SEQ_LEN,
+            attn="sdpa",
+            dtype=torch.bfloat16,
+            impl="auto",
+        )
+    if ac is not None:
+        model.apply_activation_checkpointing(ac, 1)
+    return model
+
+
+def estimate(*, accum: int = 2, world_size: int = 1, dp_replicate: int = 1, **model):
+    config = ModelConfig.model_validate({"arch": ARCH, "init": {}} | model)
+    shape = RankShape(
+        rows=ROWS, seq_len=SEQ_LEN, grad_accum_steps=accum, world_size=world_size, dp_replicate=dp_replicate
+    )
+    return estimate_memory(config, meta_model(), shape)
+
+
+def test_what_a_block_keeps():
+    plain = measure_block(meta_model(), 1, rows=ROWS, seq_len=SEQ_LEN, compiled=False)
+    assert plain.saved == TOKENS * SAVED_EAGER
+    # Cosines and sines of 8 frequencies, and the borders of the documents on both sides.
+    assert plain.context == 2 * TOKENS * 8 * 4 + 2 * 4 * (ROWS + 1)
+    full = measure_block(meta_model("full"), 1, rows=ROWS, seq_len=SEQ_LEN, compiled=False)
+    assert full.saved == TOKENS * HIDDEN * 2
+    # It is all made again, but for the input.
+    assert full.backward > plain.saved - full.saved
+    assert plain.backward < full.backward < plain.saved + plain.backward + 2 * BLOCK
+
+
+@pytest.mark.parametrize("ac", [None, "full"])
+def test_what_a_compiled_block_keeps(ac):
+    memory = measure_block(meta_model(ac), 1, rows=ROWS, seq_len=SEQ_LEN, compiled=True)
+    hidden = TOKENS * HIDDEN * 2
+    if ac == "full":
+        assert memory.saved == hidden
+    else:
+        assert TOKENS * 2 * (6 * HIDDEN + 2 * MLP) < memory.saved < TOKENS * SAVED_EAGER
+    assert memory.backward > hidden
+
+
+def test_weights_and_optimizer_state_are_exact():
+    parts = estimate().parts
+    assert parts["master weights"] == 4 * PARAMS
+    assert parts["their copies for computing"] == 2 * PARAMS
+    assert parts["optimizer moments"] == 8 * PARAMS
+    sharded = estimate(world_size=4, dp_replicate=2).parts
+    assert sharded["master weights"] == 2 * PARAMS
+    assert sharded["optimizer moments"] == 4 * PARAMS
+    assert sharded["their copies for computing"] == 0
+    assert sharded["gathered weights"] == 2 * (PARAMS - LAYERS * BLOCK + 1 * BLOCK)
+
+
+def test_what_the_levers_take_away():
+    plain = estimate()
+    moved = estimate(optim_cpu_offload=True)
+    largest = max(VOCAB * HIDDEN, MLP * HIDDEN)
+    assert moved.parts["optimizer moments"] == NUM_SLOTS * 2 * 4 * largest
+    narrow = estimate(optimization_dtype="bfloat16").parts
+    assert (narrow["master weights"], narrow["their copies for computing"]) == (2 * PARAMS, 0)
+    assert estimate(world_size=2, fsdp_cpu_offload=True).parts["master weights"] == 0
+    offloaded = estimate(ac_offloading={"max_inflight_activations": 1})
+    fewer = (LAYERS - 2) * TOKENS * SAVED_EAGER
+    assert plain.parts["activations"] - offloaded.parts["activations"] == fewer
+    every_second = estimate(ac={"mode": "full", "freq": 2})
+    kept = LAYERS // 2 * TOKENS * (SAVED_EAGER + 2 * HIDDEN)
+    assert every_second.parts["activations"] - kept <= 2 * TOKENS * HIDDEN * 2
+
+
+def test_one_micro_batch_has_no_sums_of_gradients_in_the_head():
+    assert estimate(accum=1).parts["gradients"] == 0
+    assert estimate(accum=2).parts["gradients"] == 4 * PARAMS
+
+
+def test_shares_of_a_row_are_shares_of_the_activations():
+    whole, half = estimate(world_size=2), estimate(world_size=2, cp=2)
+    assert half.parts["activations"] * 2 == whole.parts["activations"]
+
+
+def test_the_table_adds_up():
+    found = estimate()
+    first, *rows = found.lines()
+    assert first.startswith("memory: about ")
+    assert len(rows) == sum(bool(size) for size in found.parts.values())
+    assert found.total == sum(found.parts.values())
+
+
+def test_fused_tensors_take_no_memory():
+    """a @ b, then relu, then sigmoid, then @ b: the ReLU is never written, its sigmoid is, over the first product."""
+    graph = fx.Graph()
+
+    def add(op, *args, size: int, name: str):
+        node = graph.call_function(op, args) if op is not None else graph.placeholder(name)
+        node.meta["val"] = torch.empty((size, size), device="meta")
+        return node
+
+    aten = torch.ops.aten
+    a, b = (add(None, size=10, name=name) for name in "ab")
+    product = add(aten.mm.default, a, b, size=10, name="product")
+    relu = add(aten.relu.default, product, size=10, name="relu")
+    sigmoid = add(aten.sigmoid.default, relu, size=10, name="sigmoid")
+    last = add(aten.mm.default, sigmoid, b, size=10, name="last")
+    graph.output((last,))
+    # The first product beside `a`, which is gone after it; then the second product beside the sigmoid.
+    assert extra_bytes(graph) == 10 * 10 * 4
