@@ -102,6 +102,9 @@ class SFTConfig(BaseConfig):
     slurm: SlurmConfig | None = None
     """Submit the run as a SLURM job."""
 
+    gc_interval: int | None = Field(default=50, ge=1)
+    """Python's garbage is collected every gc_interval-th step, on all ranks at once. None: whenever Python likes."""
+
     deterministic: bool = False
     """Bit-equal repeats on CUDA too, at some cost in speed; see docs/models.md. On CPU repeats always are."""
 

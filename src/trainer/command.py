@@ -102,7 +102,14 @@ def launch_attempt(
 
     stop_timeout = deployment.stop_timeout_seconds
     try:
-        launch(attempt, num_workers=num_workers, stop_timeout=stop_timeout, say=say, command=worker_command)
+        launch(
+            attempt,
+            num_workers=num_workers,
+            stop_timeout=stop_timeout,
+            say=say,
+            command=worker_command,
+            timeout=deployment.timeout_seconds,
+        )
     except WorkerError as error:
         return fail(str(error), 1)
     except KilledError as error:

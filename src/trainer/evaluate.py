@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -14,12 +13,13 @@ from trainer.checkpoint import Checkpointer, read_state
 from trainer.checkpoint.agreement import agree
 from trainer.data.chat.build import chat_tools
 from trainer.data.row import untracked
+from trainer.heartbeat import Phase
 from trainer.model_setup import build_parallel_model, load_frozen_weights, make_deterministic, set_first_weights
 from trainer.monitors import EvalMonitors, open_eval_monitors
 from trainer.parallel.mesh import Mesh, build_mesh
 from trainer.parallel.stop_votes import StopVotes
 from trainer.preflight import prepare_model
-from trainer.report import Metrics
+from trainer.report import Metrics, parameter_counts
 from trainer.run import Run
 from trainer.state import model_tensors
 from trainer.validation import build_validation
@@ -142,6 +142,7 @@ def evaluate(config: SFTConfig, run: Run) -> None:
         ConfigError: what the config points to cannot be used.
         RunError: the scoring failed for a reason that can be named.
     """
+    run.heartbeat.beat(Phase.LOADING)
     mesh = build_mesh(config.deployment.timeout_seconds)
     evaluator = Evaluator(config, run.dir, mesh)
     step, is_own, wandb_id = 0, False, None
@@ -172,7 +173,8 @@ def _score(
     on_progress = None if monitors is None else partial(monitors.show_part, "validation")
     start = time.perf_counter()
     votes = StopVotes(mesh, lambda: run.stop.requested)
-    metrics = evaluator.score(step, leave=votes.cast, on_progress=on_progress)
+    leave = run.heartbeat.before(votes.cast, Phase.VALIDATION)
+    metrics = evaluator.score(step, leave=leave, on_progress=on_progress)
     votes.settle()
     if metrics is None:
         log.info("stopped on request before all was scored: nothing is recorded; start again for the whole")
@@ -181,8 +183,7 @@ def _score(
     record: Metrics = {**metrics}
     if not is_own:
         # Not beside a training's own record: going on from this step, it would take its own round for done.
-        counts = {f"params/{name}": count for name, count in asdict(evaluator.model.count_parameters()).items()}
-        record |= counts | {"time/val": seconds}
+        record |= parameter_counts(evaluator.model) | {"time/val": seconds}
     if monitors is not None:
         monitors.log(step, record)
     log.info("done: scored in %.1f s; recorded at step %d in %s", seconds, step, run.dir / "metrics.jsonl")

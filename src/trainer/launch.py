@@ -17,7 +17,9 @@ from configs.errors import ConfigError, Fault
 from configs.launch import DeploymentConfig, SingleNodeConfig
 from trainer.attempts import Attempt
 from trainer.errors import RunError
-from trainer.run import STOP_SIGNALS, rank_error, rank_log
+from trainer.flight_recorder import recorder_environment
+from trainer.run import STOP_SIGNALS, attempt_logs, rank_error, rank_log
+from trainer.watchdog import Watchdog
 
 WORKER_COMMAND = (sys.executable, "-P", "-m", "trainer.worker")
 
@@ -30,6 +32,9 @@ _KILL_PATIENCE_SECONDS = 20.0
 
 _LOG_TAIL_LINES = 20
 _LOG_TAIL_BYTES = 1 << 16
+
+_OF_OTHERS = ("peer", "timeout")
+"""Kinds of reports that tell of another rank's failure."""
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGKILL)
 """Signals that no peer's failure brings about. SIGABRT is none: NCCL aborts a process whose peer is gone."""
@@ -72,6 +77,7 @@ def launch(
     stop_timeout: float,
     say: Callable[[str], None],
     command: Sequence[str] = WORKER_COMMAND,
+    timeout: float = math.inf,
 ) -> None:
     """Run the workers until all have ended. Whatever happens, none is left.
 
@@ -83,10 +89,11 @@ def launch(
         stop_timeout: seconds that workers have to stop after a signal.
         say: told what happens.
         command: program and arguments of a worker; run directory, attempt and this process's id are appended.
+        timeout: seconds without a sign from any worker after which they hang, see `trainer.watchdog`.
 
     Raises:
         ConfigError, RunError: what the first failing worker raised.
-        WorkerError: it raised something else, or died.
+        WorkerError: it raised something else, died, or hung.
         KilledError: workers were killed because a signal came.
     """
     from trainer.elastic import WorkerGroup
@@ -94,13 +101,15 @@ def launch(
     # Preflight fetched the datasets; workers that asked again could be given another revision. Not HF_HUB_OFFLINE:
     # with it transformers 5.17 refuses cached tokenizers that have no config.json beside them.
     env = {"PYTHONSAFEPATH": "1", "HF_DATASETS_OFFLINE": "1"}
+    env |= recorder_environment(attempt_logs(attempt.dir, attempt.number))
     if "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = str(max(1, _num_cores() // num_workers))
     arguments = (str(attempt.dir), str(attempt.number), str(os.getpid()))
     signals = _Signals()
     with _handlers((*STOP_SIGNALS, signal.SIGHUP), signals.handle):
         workers = WorkerGroup((*command, *arguments), num_workers=num_workers, env=env)
-        watch = _Watch(workers, attempt, num_workers, signals, stop_timeout, say)
+        watchdog = Watchdog(attempt.dir, attempt.number, range(num_workers), timeout)
+        watch = _Watch(workers, attempt, num_workers, signals, stop_timeout, say, watchdog)
         workers.start()
         try:
             watch.until_end()
@@ -168,6 +177,7 @@ class _Watch:
         signals: _Signals,
         stop_timeout: float,
         say: Callable[[str], None],
+        watchdog: Watchdog,
     ) -> None:
         self._workers = workers
         self._attempt = attempt
@@ -175,6 +185,8 @@ class _Watch:
         self._signals = signals
         self._stop_timeout = stop_timeout
         self._say = say
+        self._watchdog = watchdog
+        self._hang = ""
         self._said = False
         self._asked: set[int] = set()
         self._gone: dict[int, float] = {}
@@ -192,14 +204,17 @@ class _Watch:
             self._workers.wait(_TICK_SECONDS)
             self._heed_signals()
             self._heed_failures()
+            self._heed_hang()
             self._kill_when_due()
 
     def judge(self) -> None:
         """Raise what the first failure asks for, if there was one."""
         exit_codes = self._workers.exit_codes()
+        reports = self._reports()
+        if self._hang and all(report["kind"] in _OF_OTHERS for report in reports.values()):
+            raise WorkerError(self._hang)
         if self._kill_reason and self._signals.first is not None:
             raise KilledError(self._signals.first, self._kill_reason)
-        reports = self._reports()
         if not exit_codes and not reports:
             return
         first = self._first_failed(exit_codes, reports)
@@ -220,7 +235,7 @@ class _Watch:
         }
         # A positive code without a report is a rank that could not write it, on a full disk for one.
         crashed = {rank: time for rank, time in silent.items() if exit_codes[rank] > 0 or -exit_codes[rank] in _CRASHES}
-        own = silent | {rank: report["time"] for rank, report in reports.items() if report["kind"] != "peer"}
+        own = silent | {rank: report["time"] for rank, report in reports.items() if report["kind"] not in _OF_OTHERS}
         # When one process fails, the errors that its peers get may be there before its failure is seen.
         times = (
             crashed
@@ -255,6 +270,16 @@ class _Watch:
         if self._kill_time is None and (True in gone.values() or self._reports()):
             self._kill_time = time.time() + _FAILURE_GRACE_SECONDS
 
+    def _heed_hang(self) -> None:
+        timed_out = self._kill_time is not None and {r["kind"] for r in self._reports().values()} == {"timeout"}
+        if self._hang or self._killed_time is not None or not (timed_out or self._watchdog.is_stuck()):
+            return
+        self._say(f"no rank has moved for {self._watchdog.seconds:.0f} s: asking all what they are doing")
+        living = {rank: pid for rank, pid in self._workers.pids().items() if rank not in self._gone}
+        found = self._watchdog.examine(living, self._workers.send)
+        self._hang = f"no rank moved for {self._watchdog.seconds:.0f} s: {found}"
+        self._kill_time = time.time()
+
     def _kill_at(self, moment: float, reason: str) -> None:
         if not self._kill_reason:
             self._kill_time, self._kill_reason = moment, reason
@@ -277,7 +302,7 @@ class _Watch:
         match report["kind"]:
             case "config":
                 return ConfigError([Fault(**fault) for fault in report["faults"]])
-            case "run" | "peer":
+            case "run" | "peer" | "timeout":
                 return RunError(report["message"])
             case _:
                 return WorkerError(f"rank {rank} failed; its log: {self._log(rank)}\n{report['text'].rstrip()}")

@@ -1,7 +1,7 @@
 """From a step's statistics to its metrics: what is collected, when it is read, and the names of docs/metrics.md."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from models.base import CausalLM
@@ -17,6 +17,11 @@ from trainer.state import TrainState
 
 Verdict = Literal["go on", "rewind", "stop"]
 Metrics = dict[str, float | int | str]
+
+
+def parameter_counts(model: CausalLM) -> Metrics:
+    """The counts of docs/metrics.md."""
+    return {f"params/{name}": count for name, count in asdict(model.count_parameters()).items()}
 
 
 @dataclass(frozen=True, kw_only=True)

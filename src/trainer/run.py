@@ -4,15 +4,19 @@
 <run_dir>/configs/attempt_N/sft.json          that of attempt N
 <run_dir>/logs/attempt_N/rank_R.log           everything rank R logged
 <run_dir>/logs/attempt_N/rank_R.error.json    why rank R failed, if it did
+<run_dir>/logs/attempt_N/rank_R.heartbeat     what rank R is doing
+<run_dir>/logs/attempt_N/rank_R.collectives.json   what it shared with other ranks last, where one of them hung
 <run_dir>/logs/latest                         link to the newest attempt's folder
 
 An eval-worker has the same in <run_dir>/eval_worker, and its own config in configs/attempt_N/eval_worker.json.
 """
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+
+from trainer.heartbeat import Heartbeat
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -56,6 +60,7 @@ class Run:
     """0 for the first start in this folder, one more for each later one."""
 
     stop: StopSignal
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
 
 def attempt_config(run_dir: Path, attempt: int) -> Path:
@@ -73,3 +78,11 @@ def rank_log(run_dir: Path, attempt: int, rank: int) -> Path:
 
 def rank_error(run_dir: Path, attempt: int, rank: int) -> Path:
     return attempt_logs(run_dir, attempt) / f"rank_{rank}.error.json"
+
+
+def rank_heartbeat(run_dir: Path, attempt: int, rank: int) -> Path:
+    return attempt_logs(run_dir, attempt) / f"rank_{rank}.heartbeat"
+
+
+def rank_collectives(run_dir: Path, attempt: int, rank: int) -> Path:
+    return attempt_logs(run_dir, attempt) / f"rank_{rank}.collectives.json"

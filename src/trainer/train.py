@@ -4,7 +4,6 @@ import logging
 import math
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ from trainer.data.chat.build import chat_tools
 from trainer.data.loader import RowLoader
 from trainer.data.row import untracked
 from trainer.errors import RunError
+from trainer.garbage import GarbageCollection
+from trainer.heartbeat import Phase
 from trainer.hooks import Hook, HookContext
 from trainer.micro_batch import run_micro_batches
 from trainer.model_setup import build_parallel_model, load_frozen_weights, make_deterministic, set_first_weights
@@ -32,7 +33,7 @@ from trainer.optim.schedule import learning_rate
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.stop_votes import StopVotes
 from trainer.preflight import memory_lines, plan_run, prepare
-from trainer.report import Metrics, StepMarks, StepReport, StepReporter
+from trainer.report import Metrics, StepMarks, StepReport, StepReporter, parameter_counts
 from trainer.run import Run
 from trainer.snapshots.writer import SnapshotWriter
 from trainer.state import TrainState, model_record
@@ -55,6 +56,8 @@ def train(config: SFTConfig, run: Run) -> None:
         # Nothing here may wait for other ranks: they would keep this one from being seen to have failed.
         trainer.close_monitors(exit_code=1)
         raise
+    finally:
+        trainer.garbage.close()
     trainer.close()
 
 
@@ -63,6 +66,8 @@ class Trainer:
 
     def __init__(self, config: SFTConfig, run: Run) -> None:
         self.config, self.run_info = config, run
+        self.beat, self.garbage = run.heartbeat.beat, GarbageCollection(config.gc_interval)
+        self.beat(Phase.LOADING)
         if config.deterministic:
             make_deterministic()
         self.mesh = mesh = build_mesh(
@@ -142,14 +147,19 @@ class Trainer:
         step = first_step = self.state.progress.step
         self._begin(step)
         step_start = clock.mark()
+        phase = Phase.FIRST_STEP
+        self.garbage.start()
         while step < self.plan.steps and not self.stopping:
+            self.beat(Phase.DATA, step + 1)
             batches = self.loader.step(step)
+            self.beat(phase)
             forward_start = clock.mark()
             result = run_micro_batches(
                 self.model, batches.micro_batches, batches.num_loss_tokens, self.grad_sync, self.mesh, step=step
             )
             backward_end = clock.mark()
 
+            self.beat(Phase.DEVICE)
             # The one wait of a step, for the device to end the step before; every rank reads the same there.
             report = self.reporter.read()
             if report is not None:
@@ -159,6 +169,8 @@ class Trainer:
                     step, step_start = self._go_back(report), clock.mark()
                     continue
 
+            self.beat(Phase.OPTIMIZER)
+            phase = Phase.FORWARD_BACKWARD
             gradients = self.grad_sync.gradients()
             norms = gradient_norms(gradients, result.nats, result.loss_tokens, self.mesh)
             if config.optim.max_norm is not None:
@@ -186,6 +198,7 @@ class Trainer:
                 stop_requested=self.run_info.stop.requested,
             )
             step, step_start = step + 1, step_end
+            self.garbage.after_step(step)
             due = self._saves(step) or self.snapshots.due(step) or self._validates(step)
             if due or step == self.plan.steps or self.stopping:
                 step, step_start = self._rest(step), clock.mark()
@@ -198,7 +211,7 @@ class Trainer:
             if step == 0:
                 val = self.config.val
                 validates = val is not None and val.eval_on_start
-                self._log(0, self._parameter_counts() | (self._validate(0) if validates else {}))
+                self._log(0, parameter_counts(self.model) | (self._validate(0) if validates else {}))
             elif self._resumes_here:
                 self._make_up(step)
         if self.stopping and self.config.ckpt is not None and not self._resumes_here:
@@ -212,8 +225,10 @@ class Trainer:
 
     def _rest(self, step: int) -> int:
         """Between two steps: read what is under way, then checkpoint, validation, one log call. Gives the next step."""
+        self.beat(Phase.DEVICE)
         report = self.reporter.read()
         assert report is not None
+        self.garbage.at_rest()
         self.stopping |= report.stop_requested
         if report.verdict != "go on":
             self._log(step, report.metrics)
@@ -224,6 +239,7 @@ class Trainer:
             if saved:
                 metrics = metrics | self._save(step, metrics)
             if self.snapshots.due(step):
+                self.beat(Phase.SNAPSHOT)
                 metrics = metrics | self.snapshots.save(step, self._wandb_id)
             if self._validates(step):
                 metrics = metrics | self._validate(step)
@@ -253,6 +269,7 @@ class Trainer:
 
     def _save(self, step: int, metrics: Metrics) -> Metrics:
         """Write the checkpoint of `step`; `metrics` are those of the step."""
+        self.beat(Phase.CHECKPOINT)
         start = time.perf_counter()
         state = self.state.state_dict() | {
             "wandb_id": self._wandb_id,
@@ -285,7 +302,8 @@ class Trainer:
         if not self.stopping:
             on_progress = partial(self.monitors.show_part, "validation") if self.monitors else None
             votes = StopVotes(self.mesh, lambda: self.run_info.stop.requested)
-            metrics = self.validation.run(self.model, on_progress, leave=votes.cast, step=step)
+            leave = self.run_info.heartbeat.before(votes.cast, Phase.VALIDATION)
+            metrics = self.validation.run(self.model, on_progress, leave=leave, step=step)
             self.stopping |= votes.settle()
         if metrics is None:
             left_to = "the resumed run" if self.config.ckpt is not None else "nobody: there is no [ckpt]"
@@ -301,6 +319,7 @@ class Trainer:
 
     def _log(self, step: int, metrics: Metrics) -> None:
         if self.monitors is not None:
+            self.beat(Phase.MONITORS)
             self.monitors.log(step, metrics)
 
     def _first_weights(self) -> str | None:
@@ -334,6 +353,7 @@ class Trainer:
         assert first_bad is not None
         bad = f"steps {first_bad + 1} to {report.step + 1}"
         reason = f"{bad} were all skipped: loss or gradient not finite, or no loss token"
+        self.beat(Phase.CHECKPOINT)
         self.checkpointer.wait()
         if report.verdict == "stop":
             raise RunError(f"{reason} (nan_guard.max_consecutive reached, no nan_guard.max_rewinds left)")
@@ -354,10 +374,8 @@ class Trainer:
         log.warning("%s; back to %s, passing over their rows", reason, path.name)
         return step
 
-    def _parameter_counts(self) -> Metrics:
-        return {f"params/{name}": count for name, count in asdict(self.model.count_parameters()).items()}
-
     def _finish(self, step: int, first_step: int) -> None:
+        self.beat(Phase.ENDING)
         self.checkpointer.wait()
         if step == self.plan.steps:
             log.info("done: %d steps" if step > first_step else "nothing to do: the run has its %d steps already", step)

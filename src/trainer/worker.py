@@ -19,8 +19,21 @@ from configs.safe_text import safe, star_secrets
 from configs.sft import SFTConfig
 from trainer.attempts import share
 from trainer.errors import PeerError, RunError
+from trainer.faults import is_timeout, out_of_memory
+from trainer.flight_recorder import answer_dump_signals, dump_collectives
+from trainer.heartbeat import Heartbeat
 from trainer.logs import RankLog, open_rank_log, setup_logging
-from trainer.run import Run, StopSignal, attempt_config, ignore_stop_signals, rank_error, rank_log
+from trainer.run import (
+    Run,
+    StopSignal,
+    attempt_config,
+    ignore_stop_signals,
+    rank_collectives,
+    rank_error,
+    rank_heartbeat,
+    rank_log,
+)
+from trainer.text import first_line
 
 _PR_SET_PDEATHSIG = 1
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -45,17 +58,22 @@ def run_worker(work: Callable[[SFTConfig, Run], None], argv: list[str]) -> NoRet
     stop = StopSignal()
     stop.install()
     _die_with(launcher_pid)
-    log, report = None, rank_error(run_dir, attempt, rank)
+    log, report, heartbeat = None, rank_error(run_dir, attempt, rank), None
+    collectives = rank_collectives(run_dir, attempt, rank)
     try:
         log = open_rank_log(rank_log(run_dir, attempt, rank), rank=rank)
+        answer_dump_signals(log.stream, collectives)
+        heartbeat = Heartbeat(rank_heartbeat(run_dir, attempt, rank))
         _reserve(report)
         # Held until this process is gone, whatever becomes of the launcher.
         _lock = share(run_dir)
         config = SFTConfig.model_validate_json(attempt_config(run_dir, attempt).read_text())
         setup_logging(log, level=config.log.level)
-        work(config, Run(dir=run_dir, attempt=attempt, stop=stop))
+        work(config, Run(dir=run_dir, attempt=attempt, stop=stop, heartbeat=heartbeat))
     except BaseException as error:
-        _record(error, log, report)
+        if is_timeout(error):
+            dump_collectives(collectives)
+        _record(error, log, report, heartbeat)
         os._exit(2 if isinstance(error, ConfigError) else 1)
     ignore_stop_signals()
     _new(report).unlink(missing_ok=True)
@@ -71,18 +89,26 @@ def _die_with(launcher_pid: int) -> None:
         os._exit(1)
 
 
-def _record(error: BaseException, log: RankLog | None, path: Path) -> None:
+def _record(error: BaseException, log: RankLog | None, path: Path, heartbeat: Heartbeat | None = None) -> None:
     """Leave word for the launcher, which shows it. Not on this process's console: it would be there twice.
 
     Args:
         log: the rank's log; None if it could not be opened.
         path: of the report.
+        heartbeat: what the rank was doing; None if it had not begun.
     """
+    rank = os.environ.get("RANK", "?")
     report: dict[str, Any] = {"time": time.time(), "kind": "crash"}
     report["text"] = safe("".join(traceback.format_exception(error)))
     if isinstance(error, ConfigError):
         report["kind"] = "config"
         report["faults"] = [{"key": fault.key, "message": star_secrets(fault.message)} for fault in error.faults]
+    elif is_timeout(error):
+        doing = "" if heartbeat is None else f" ({heartbeat.last})"
+        report["kind"] = "timeout"
+        report["message"] = f"rank {rank} waited for other ranks in vain{doing}: {star_secrets(first_line(error))}"
+    elif (message := out_of_memory(error, rank=rank, doing=heartbeat and heartbeat.last)) is not None:
+        report["kind"], report["message"] = "run", message
     elif isinstance(error, RunError):
         report["kind"] = "peer" if isinstance(error, PeerError) else "run"
         report["message"] = star_secrets(str(error))
@@ -93,7 +119,7 @@ def _record(error: BaseException, log: RankLog | None, path: Path) -> None:
         _write_report(report, path)
     except OSError:  # then the console is all there is
         with suppress(OSError):
-            print(f"rank {os.environ.get('RANK')}: {report.get('message', report['text'])}", file=console, flush=True)
+            print(f"rank {rank}: {report.get('message', report['text'])}", file=console, flush=True)
     if log is not None:
         with suppress(OSError):
             log.stream.write(report["text"])

@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainer.sft", "trainer.tokenize", "trainer.inspect", "trainer.export", "trainer.reports", "trainer.eval_worker"),
     ("trainer.command",),
     ("trainer.launch", "trainer.worker", "trainer.slurm"),
-    ("trainer.elastic",),
+    ("trainer.elastic", "trainer.watchdog", "trainer.faults"),
     # the loop
     ("trainer.train", "trainer.evaluate"),
     # from the config to the parts of a run, and from a step to its report
@@ -40,6 +40,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainer.data", "trainer.monitors", "trainer.logs", "trainer.tokenizer", "trainer.run_dir"),
     ("trainer.attempts",),
     ("trainer.progress", "trainer.perf", "trainer.run", "trainer.files", "trainer.locks", "trainer.pinned"),
+    ("trainer.flight_recorder", "trainer.heartbeat", "trainer.garbage"),
     ("trainer.text", "trainer.errors"),
     # networks
     ("models.registry", "models.init", "models.lora"),

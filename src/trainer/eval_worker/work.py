@@ -17,6 +17,7 @@ from trainer.checkpoint.agreement import agree, on_rank_0
 from trainer.errors import RunError
 from trainer.eval_worker.attempt import read_own_config
 from trainer.evaluate import Evaluator
+from trainer.heartbeat import Phase
 from trainer.monitors import EvalMonitors, open_eval_monitors
 from trainer.parallel.mesh import Mesh, build_mesh
 from trainer.parallel.stop_votes import StopVotes
@@ -89,6 +90,7 @@ class SnapshotScorer:
         on_rank_0(self._mesh, self._put_back)
         log.info("waiting for snapshots in %s", self._run_dir / queue.FOLDER_NAME)
         while True:
+            self._run.heartbeat.beat(Phase.WAITING_FOR_SNAPSHOT)
             looks = agree(self._mesh, self._look)
             stop = any(look.stop for look in looks)
             if stop or looks[0].is_over:
@@ -128,6 +130,7 @@ class SnapshotScorer:
     def _score(self, step: int) -> None:
         """Score a claimed snapshot and record the result. When a stop is asked for meanwhile it stays claimed."""
         path = queue.claimed_path(self._run_dir, step)
+        self._run.heartbeat.beat(Phase.LOADING, step)
         try:
             self._evaluator.load(path)
             on_rank_0(self._mesh, lambda: self._open_monitors(read_state(path)["wandb_id"]))
@@ -138,7 +141,8 @@ class SnapshotScorer:
         start = time.perf_counter()
         on_progress = partial(self._monitors.show_part, f"step {step}") if self._monitors is not None else None
         votes = StopVotes(self._mesh, lambda: self._run.stop.requested)
-        metrics = self._evaluator.score(step, leave=votes.cast, on_progress=on_progress)
+        leave = self._run.heartbeat.before(votes.cast, Phase.VALIDATION)
+        metrics = self._evaluator.score(step, leave=leave, on_progress=on_progress)
         votes.settle()
         if metrics is not None:
             result = {**metrics, "time/eval": time.perf_counter() - start}

@@ -9,6 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+WATCHDOG_SECONDS = 30
+"""What the launcher gets to find out which rank hangs: torch ends the ranks that wait for it, not that one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
@@ -77,7 +80,7 @@ def build_mesh(timeout_seconds: int, *, dp_replicate: int = 1, cp: int = 1) -> M
     """Join the process group that the launcher described in the environment.
 
     Args:
-        timeout_seconds: a collective that takes longer raises.
+        timeout_seconds: a collective that takes WATCHDOG_SECONDS longer raises.
         dp_replicate: replicas of the weights.
         cp: ranks that share each row; dp_replicate x cp divides the number of ranks.
     """
@@ -89,7 +92,7 @@ def build_mesh(timeout_seconds: int, *, dp_replicate: int = 1, cp: int = 1) -> M
         device = torch.device("cpu")
     if world_size == 1:
         return one_rank_mesh(device)
-    timeout = timedelta(seconds=timeout_seconds)
+    timeout = timedelta(seconds=timeout_seconds + WATCHDOG_SECONDS)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         timeout=timeout,
