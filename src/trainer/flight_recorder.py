@@ -26,16 +26,12 @@ _BUFFER_ENTRIES = 2000
 def recorder_environment(logs: Path) -> dict[str, str]:
     """Variables for workers: the recorder is on, and NCCL writes its own dumps beside the logs.
 
-    Both the names that torch 2.11 reads and those of later versions. What the user has set stays.
+    What the user has set stays.
     """
-    dump = str(logs / "nccl_dump_rank_")
     wanted = {
         "TORCH_FR_BUFFER_SIZE": str(_BUFFER_ENTRIES),
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(_BUFFER_ENTRIES),
         "TORCH_FR_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": dump,
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dump,
+        "TORCH_FR_DUMP_TEMP_FILE": str(logs / "nccl_dump_rank_"),
     }
     return {name: value for name, value in wanted.items() if name not in os.environ}
 

@@ -44,9 +44,6 @@ class Monitors:
         Args:
             step: not below that of the call before.
             metrics: numbers, and text such as digests, by name; see docs/metrics.md.
-
-        Raises:
-            RunError: metrics.jsonl cannot be written.
         """
         if step < self._step:
             raise ValueError(f"metrics of step {step} after those of step {self._step}")
@@ -62,7 +59,7 @@ class Monitors:
         wandb cannot take steps back: it gets nothing until the run has passed the last step that wandb has.
         """
         self._step = step
-        self._jsonl.cut_back(step)
+        self._jsonl.rewind(step)
         self._console.rewind(step)
         if self._wandb is not None:
             self._wandb.rewind()

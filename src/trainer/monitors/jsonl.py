@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -31,9 +32,16 @@ _LOCK_SECONDS = 10.0
 """A line takes far less. A file server may keep the lock of a machine that is gone, and training must not stop there:
 after that long it goes on without."""
 
+_MAX_KEPT = 10_000
+"""Lines that wait for a file that cannot be written: some 20 MiB. The oldest go first."""
+
 
 class JsonlMonitor:
-    """Appends to the file, one write per call, so that a killed run loses one torn line at most."""
+    """Appends to the file, one write per call, so that a killed run loses one torn line at most.
+
+    Trouble with the file never stops a run that is under way: it is said once, lines are kept, and written when the
+    file can be written again.
+    """
 
     def __init__(self, path: Path, *, shared: bool = False) -> None:
         """
@@ -44,54 +52,111 @@ class JsonlMonitor:
         self._path = path
         self._shared = shared
         self._file: int | None = None
+        self._kept: deque[tuple[int, bytes]] = deque()
+        """Steps and lines that are not in the file yet."""
+
+        self._cut_to: int | None = None
+        """Step to which the file could not be cut back yet."""
+
+        self._failing = False
+        self._num_lost = 0
         self.recorded: frozenset[str] = frozenset()
         """Names of the metrics on record for the step of the last `cut_back`."""
 
     def log(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
         """Append {"step": step, ...metrics}."""
-        try:
-            if self._file is None:
-                self._file = _open(self._path)
-            with _alone(self._file) if self._shared else nullcontext():
-                _append(self._file, _line(step, metrics))
-        except OSError as error:
-            raise _unwritable(self._path, error) from error
+        self._kept.append((step, _line(step, metrics)))
+        if len(self._kept) > _MAX_KEPT:
+            self._kept.popleft()
+            self._num_lost += 1
+        self._write_kept()
+
+    def rewind(self, step: int) -> None:
+        """Drop the records of steps after `step`; where the file cannot be cut back, later."""
+        self._kept = deque((kept, line) for kept, line in self._kept if kept <= step)
+        self._cut_to = step if self._cut_to is None else min(step, self._cut_to)
+        self._write_kept()
 
     def cut_back(self, step: int) -> int | None:
-        """Drop the records of steps after `step`, and a line that a killed run left unfinished.
+        """Drop the records of steps after `step`, and a line that a killed run left unfinished. Before the first line.
 
         Returns:
             the last step that was recorded before the cut; None if none was.
+
+        Raises:
+            RunError: the file cannot be read or written.
         """
-        self.close()
+        try:
+            return self._cut(step)
+        except OSError as error:
+            raise RunError(f"cannot cut {self._path} back to step {step}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Try once more to write what was kept."""
+        if self._failing:
+            self._write_kept()
+        if self._kept or self._num_lost:
+            logger.warning("%d lines of metrics are not in %s", len(self._kept) + self._num_lost, self._path)
+        self._close_file()
+
+    def _write_kept(self) -> None:
+        try:
+            if self._cut_to is not None:
+                self._cut(self._cut_to)
+                self._cut_to = None
+            if self._kept:
+                file = self._opened()
+                with _alone(file) if self._shared else nullcontext():
+                    _append(file, b"".join(line for _, line in self._kept))
+        except OSError as error:
+            self._close_file()
+            if not self._failing:
+                reason = error.strerror or error
+                logger.warning("cannot write %s: %s; training goes on, its lines are kept", self._path, reason)
+            self._failing = True
+            return
+        if self._failing:
+            self._failing = False
+            logger.warning("%s is written again, with the %d lines that were kept", self._path, len(self._kept))
+        self._kept.clear()
+
+    def _opened(self) -> int:
+        """The file, which may have been deleted since the last line: then a new one, or the lines would be lost."""
+        if self._file is not None and not is_at(self._file, self._path):
+            logger.warning("%s is gone: a new file is begun", self._path)
+            self._close_file()
+        if self._file is None:
+            self._file = _open(self._path)
+        return self._file
+
+    def _cut(self, step: int) -> int | None:
+        self._close_file()
         self.recorded = frozenset()
         if not self._path.exists():
             return None
         shorter = self._path.with_name(f"{self._path.name}.tmp")
         last_step: int | None = None
-        try:
-            # Whoever has the lock of the old file when its place is taken looks again: see append_late.
-            with self._path.open("r+b") as old, _alone(old.fileno()), shorter.open("wb") as new:
-                for number, line in enumerate(old, start=1):
-                    record = _whole_record(line)
-                    if record is None:
-                        logger.warning("%s: line %d is no whole record, dropped", self._path, number)
-                        continue
-                    last_step = record["step"] if last_step is None else max(last_step, record["step"])
-                    if record["step"] == step:
-                        self.recorded |= record.keys()
-                    if record["step"] <= step:
-                        new.write(line)
-                new.flush()
-                os.fsync(new.fileno())
-                shorter.replace(self._path)
-        except OSError as error:
-            raise RunError(f"cannot cut {self._path} back to step {step}: {error.strerror}") from error
+        # Whoever has the lock of the old file when its place is taken looks again: see append_late.
+        with self._path.open("r+b") as old, _alone(old.fileno()), shorter.open("wb") as new:
+            for number, line in enumerate(old, start=1):
+                record = _whole_record(line)
+                if record is None:
+                    logger.warning("%s: line %d is no whole record, dropped", self._path, number)
+                    continue
+                last_step = record["step"] if last_step is None else max(last_step, record["step"])
+                if record["step"] == step:
+                    self.recorded |= record.keys()
+                if record["step"] <= step:
+                    new.write(line)
+            new.flush()
+            os.fsync(new.fileno())
+            shorter.replace(self._path)
         return last_step
 
-    def close(self) -> None:
+    def _close_file(self) -> None:
         if self._file is not None:
-            os.close(self._file)
+            with suppress(OSError):
+                os.close(self._file)
             self._file = None
 
 
