@@ -274,10 +274,10 @@ class _Watch:
         timed_out = self._kill_time is not None and {r["kind"] for r in self._reports().values()} == {"timeout"}
         if self._hang or self._killed_time is not None or not (timed_out or self._watchdog.is_stuck()):
             return
-        self._say(f"no rank has moved for {self._watchdog.seconds:.0f} s: asking all what they are doing")
+        still = f"no rank has moved for {self._watchdog.seconds:.0f} s"
+        self._say(f"{still}: asking all what they are doing")
         living = {rank: pid for rank, pid in self._workers.pids().items() if rank not in self._gone}
-        found = self._watchdog.examine(living, self._workers.send)
-        self._hang = f"no rank moved for {self._watchdog.seconds:.0f} s: {found}"
+        self._hang = f"{still}: {self._watchdog.examine(living, self._workers.send)}"
         self._kill_time = time.time()
 
     def _kill_at(self, moment: float, reason: str) -> None:
