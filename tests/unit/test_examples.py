@@ -18,7 +18,14 @@ EXAMPLES = {
 }
 """Path to the least and the most parameters."""
 
+HERE = (
+    *("--data.paths", "examples/quickstart/train", "--tokenizer.name", "examples/quickstart/tokenizer"),
+    *("--val.sets", json.dumps([{"name": "heldout", "path": "examples/quickstart/heldout"}])),
+)
+"""Data that is there, in place of what a user would have."""
+
 TESTED_ELSEWHERE = (
+    "examples/cluster/",  # below
     "examples/quickstart/tokenize.toml",
     "examples/quickstart/chat.toml",
     "examples/sft/",
@@ -29,9 +36,7 @@ TESTED_ELSEWHERE = (
 @pytest.mark.parametrize("path, bounds", EXAMPLES.items(), ids=str)
 def test_example(path: str, bounds: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    here = ["--data.paths", "examples/quickstart/train", "--tokenizer.name", "examples/quickstart/tokenizer"]
-    held_out = json.dumps([{"name": "heldout", "path": "examples/quickstart/heldout"}])
-    config = resolve(["@", path, *here, "--val.sets", held_out]).config
+    config = resolve(["@", path, *HERE]).config
     assert config.model.arch is not None
     with torch.device("meta"):
         model = build_model(
@@ -42,6 +47,28 @@ def test_example(path: str, bounds: tuple[float, float], monkeypatch: pytest.Mon
         )
     least, most = bounds
     assert least < model.count_parameters().num_params < most
+
+
+@pytest.mark.parametrize(
+    ("overlays", "ranks", "cp", "flags"),
+    [
+        (["one_node.toml"], 8, 1, []),
+        (["nodes.toml"], 32, 1, ["--data.micro-batch-size", "4"]),
+        (["nodes.toml", "long_rows.toml"], 32, 4, []),
+        (["one_node.toml", "resume.toml"], 8, 1, []),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_overlays_of_a_cluster(
+    overlays: list[str], ranks: int, cp: int, flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Laid over a config as their first lines say."""
+    monkeypatch.chdir(ROOT)
+    layers = [word for name in overlays for word in ("@", f"examples/cluster/{name}")]
+    config = resolve(["@", "examples/pretrain/1b.toml", *layers, *flags, *HERE]).config
+    assert config.slurm is not None
+    assert (config.ranks, config.model.cp, config.slurm.requeue) == (ranks, cp, True)
+    assert (config.resume is not None) == ("resume.toml" in overlays)
 
 
 def test_every_example_is_tested() -> None:
