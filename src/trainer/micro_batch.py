@@ -53,7 +53,7 @@ def run_micro_batches(
     for index, batch in enumerate(micro_batches):
         grad_sync.before_backward(is_last=index == len(micro_batches) - 1)
         if model.dropout is not None:
-            model.dropout.draw(step, mesh.dp_rank, index)
+            model.dropout.draw(step, mesh.rank, index)
         output = model(batch.to(mesh.device), loss_scale)
         output.loss.backward()
         nats += output.nats.sum(dtype=torch.float64)

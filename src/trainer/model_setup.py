@@ -85,6 +85,7 @@ def build_parallel_model(
         reduce_dtype=DTYPES[config.resolved_reduce_dtype],
         reshard_after_forward=config.reshard_after_forward,
         defer_grad_sync=config.defer_grad_sync,
+        defer_replicate_sync=config.defer_replicate_sync,
         cpu_offload=config.fsdp_cpu_offload,
     )
     grad_sync.materialize(mesh.device)

@@ -56,6 +56,7 @@ def gradient_norms(gradients: dict[str, Tensor], nats: Tensor, loss_tokens: Tens
     norms = [_norm(members[group]) for group in names]
     # Gradients in host memory (model.fsdp_cpu_offload) have their norms there.
     sums = torch.stack([norm.square().to(nats.device) for norm in norms] + [nats])
+    sums[:-1] /= mesh.dp_replicate  # each replica adds the same
     mesh.sum_(sums)
     squares = sums[:-1]
     total = squares.sum().sqrt()

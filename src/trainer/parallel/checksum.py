@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from models.shards import local_range
+from trainer.parallel.mesh import Mesh
 
 _CHUNK = 1 << 22  # elements hashed at once: bounds the memory of the 64-bit intermediates
 _BITS = {
@@ -29,8 +30,8 @@ def parameter_checksum(parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor
     """This rank's part of the checksum, on the parameters' device, without waiting for it.
 
     Args:
-        parameters: by canonical name; plain tensors, which count on every rank that passes them, or DTensors sharded
-            on dimension 0, of which the local shard counts.
+        parameters: by canonical name; plain tensors, or DTensors sharded on dimension 0, of which the local shard
+            counts, on every rank that has it.
 
     Returns:
         Low and high 32 bits, () float64 each: whole numbers whose sums over up to 2^21 ranks are exact.
@@ -53,6 +54,32 @@ def parameter_checksum(parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor
                 lanes &= _LANE
     low, high = lanes.to(torch.float64).unbind()
     return low, high
+
+
+def checksum_sums(parameters: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """What `read_checksum` needs the sums of over all ranks: () float64 each, on the parameters' device. Arguments as
+    in `parameter_checksum`."""
+    low, high = parameter_checksum(parameters)
+    if mesh.dp_replicate == 1:
+        return {"checksum_low": low, "checksum_high": high}
+    counted = 1 if mesh.is_first_replica else 0
+    sums = {"checksum_low": low * counted, "checksum_high": high * counted}
+    return sums | {"replicas_low": low, "replicas_high": high}
+
+
+def read_checksum(sums: Mapping[str, float], mesh: Mesh) -> tuple[int, int] | None:
+    """Low and high 32 bits of the parameters' checksum, not reduced modulo 2^32; None where the replicas' parameters
+    are not equal bit for bit, as they must be.
+
+    Args:
+        sums: those of `checksum_sums` over all ranks, and others.
+    """
+    lanes = int(sums["checksum_low"]), int(sums["checksum_high"])
+    if mesh.dp_replicate == 1:
+        return lanes
+    of_all = int(sums["replicas_low"]), int(sums["replicas_high"])
+    equal = all((mesh.dp_replicate * lane - total) & _LANE == 0 for lane, total in zip(lanes, of_all, strict=True))
+    return lanes if equal else None
 
 
 def _hash(bits: Tensor, start: int, key: int) -> Tensor:

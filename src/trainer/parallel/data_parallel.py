@@ -1,9 +1,9 @@
 """Data parallelism in two forms behind one interface.
 
-Above one rank FSDP2 shards the master weights and gathers copies in the compute dtype. At one rank there is nothing to
-gather: the model holds the copies itself, refreshed once per step, and FSDP's copies in and out of flat buffers are
-saved. Both keep master weights in the dtype of `model.optimization_dtype`, and gradient sums in it or fp32, under the
-same names.
+Above one rank FSDP2 shards the master weights and gathers copies in the compute dtype; with replicas (HSDP) gradients
+are summed within each replica, then over replicas. At one rank there is nothing to gather: the model holds the copies
+itself, refreshed once per step, and FSDP's copies in and out of flat buffers are saved. Both keep master weights in
+the dtype of `model.optimization_dtype`, and gradient sums in it or fp32, under the same names.
 
 Frozen parameters (see models.lora) come in the compute dtype and stay so: no master, no gradient, no copy to refresh.
 Above one rank they are sharded and gathered like the others.
@@ -12,6 +12,7 @@ The optimizer sees plain local tensors in both forms, never DTensors: their disp
 fused updates of DTensors have leaked (pytorch issue 188174).
 """
 
+import itertools
 from typing import Any, Protocol
 
 import torch
@@ -67,11 +68,12 @@ def apply_data_parallel(
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool,
-    defer_grad_sync: bool,
+    defer_grad_sync: bool = False,
+    defer_replicate_sync: bool = False,
     cpu_offload: bool = False,
 ) -> GradSync:
     """Change a meta-device model, built in the masters' dtype, frozen parameters in the compute dtype, into its
-    data-parallel form."""
+    data-parallel form. See configs.model for the options."""
     if mesh.device_mesh is None:
         return LocalGradSync(model, compute_dtype)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
@@ -80,20 +82,35 @@ def apply_data_parallel(
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)
-    return ShardedGradSync(model, defer=defer_grad_sync, cpu_offload=cpu_offload)
+    _prefetch(model)
+    return ShardedGradSync(model, defer=defer_grad_sync, defer_replicas=defer_replicate_sync, cpu_offload=cpu_offload)
+
+
+def _prefetch(model: CausalLM) -> None:
+    """Have each unit start the gathering of the next block before its own forward pass. FSDP alone starts it when the
+    host comes to that block: too late where the host is hardly ahead of the device, as with small blocks or weights
+    that come from host memory. The backward pass does so by itself, in the order of the forward pass."""
+    units = [model, *model.blocks]
+    for unit, following in itertools.pairwise(units):
+        assert isinstance(unit, FSDPModule) and isinstance(following, FSDPModule)
+        unit.set_modules_to_forward_prefetch([following])
 
 
 class ShardedGradSync:
     """FSDP2. Gradients are plain sums over ranks: the loss already carries 1 / loss tokens of the global batch."""
 
-    def __init__(self, model: CausalLM, *, defer: bool, cpu_offload: bool = False) -> None:
+    def __init__(
+        self, model: CausalLM, *, defer: bool = False, defer_replicas: bool = False, cpu_offload: bool = False
+    ) -> None:
         """
         Args:
+            defer: reduce gradients after the last backward pass of a step only; weights stay gathered until then.
+            defer_replicas: reduce them within a replica after each, over replicas after the last only.
             cpu_offload: masters and gradients lie in pinned host memory, and the optimizer works there. The host waits
                 for the gradients of each backward pass.
         """
         self._model = model
-        self._defer = defer
+        self._defer, self._defer_replicas = defer, defer_replicas
         self._cpu_offload = cpu_offload
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for unit in self._units:
@@ -142,12 +159,13 @@ class ShardedGradSync:
         )
 
     def before_backward(self, is_last: bool) -> None:
-        if not self._defer:
-            return
-        for unit in self._units[:1]:
-            unit.set_requires_gradient_sync(is_last)
-            unit.set_reshard_after_backward(is_last)
-            unit.set_is_last_backward(is_last)
+        root = self._units[0]
+        if self._defer:
+            root.set_requires_gradient_sync(is_last)
+            root.set_reshard_after_backward(is_last)
+            root.set_is_last_backward(is_last)
+        elif self._defer_replicas:
+            root.set_requires_all_reduce(is_last)
 
     def gradients(self) -> dict[str, Tensor]:
         return {

@@ -84,13 +84,12 @@ def build_mesh(timeout_seconds: int, *, dp_replicate: int = 1, cp: int = 1) -> M
         dp_replicate: replicas of the weights.
         cp: ranks that share each row; dp_replicate x cp divides the number of ranks.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    if world_size == 1:
+    if int(os.environ["WORLD_SIZE"]) == 1:
         return one_rank_mesh(device)
     timeout = timedelta(seconds=timeout_seconds + WATCHDOG_SECONDS)
     dist.init_process_group(
@@ -100,9 +99,24 @@ def build_mesh(timeout_seconds: int, *, dp_replicate: int = 1, cp: int = 1) -> M
     )
     host_group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(host_group, dist.ProcessGroup)  # something else only on ranks outside of it
-    shards = world_size // dp_replicate
+    return lay_out_ranks(device, host_group, dp_replicate=dp_replicate, cp=cp)
+
+
+def lay_out_ranks(device: torch.device, host_group: dist.ProcessGroup, *, dp_replicate: int, cp: int) -> Mesh:
+    """The mesh of the ranks of the process group that was joined. Collective; other arguments as in `build_mesh`.
+
+    Args:
+        device: what this rank computes on.
+        host_group: see Mesh.
+
+    Raises:
+        ValueError: dp_replicate x cp does not divide the number of ranks.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size % (dp_replicate * cp):
+        raise ValueError(f"{world_size} ranks are not a multiple of {dp_replicate} replicas x {cp} shares of a row")
     replicas = ((dp_replicate, "dp_replicate"),) if dp_replicate > 1 else ()
-    sizes, names = zip(*replicas, (shards, "dp_shard_cp"), strict=True)
+    sizes, names = zip(*replicas, (world_size // dp_replicate, "dp_shard_cp"), strict=True)
     cp_group = None
     if cp > 1:
         rows = init_device_mesh(device.type, (world_size // cp, cp), mesh_dim_names=("dp", "cp"))
