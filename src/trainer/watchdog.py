@@ -19,6 +19,9 @@ _LOOK_SECONDS = 0.5
 _ANSWER_SECONDS = 5.0
 """A rank that has not written its dump by then will not."""
 
+_CLOCK_SECONDS = 60.0
+"""How far the clocks of two machines may be apart."""
+
 _STATES = {"T": "stopped by a signal", "t": "held by a debugger", "D": "waiting in the kernel, for a disk or a driver"}
 """Of a process, by the letter in /proc/<pid>/stat; others say nothing about a hang."""
 
@@ -80,14 +83,14 @@ class Watchdog:
             # Before its log is there, a worker would die of the signal.
             if rank_log(self._run_dir, self._attempt, rank).exists():
                 send(rank, DUMP_SIGNAL)
-        until = time.monotonic() + _ANSWER_SECONDS
-        while time.monotonic() < until and len(self._dumps(list(pids), started)) < len(pids):
-            time.sleep(0.05)
         logs = rank_log(self._run_dir, self._attempt, 0).parent
         everyone = sorted({*self._ranks, *(int(path.stem[5:]) for path in logs.glob("rank_*.heartbeat"))})
+        until = time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < until and len(self._dumps(everyone, started)) < len(everyone):
+            time.sleep(0.05)
         text = describe_hang(
             beats=self._read(everyone),
-            dumps=self._dumps(everyone, started - 60),
+            dumps=self._dumps(everyone, started),
             states={rank: state for rank, pid in pids.items() if (state := process_state(pid))},
             asked=list(pids),
         )
@@ -107,7 +110,10 @@ class Watchdog:
         for rank in ranks:
             path = rank_collectives(self._run_dir, self._attempt, rank)
             with suppress(OSError):
-                if path.stat().st_mtime >= since - 1 and (collectives := read_collectives(path)) is not None:
+                if (
+                    path.stat().st_mtime >= since - _CLOCK_SECONDS
+                    and (collectives := read_collectives(path)) is not None
+                ):
                     dumps[rank] = collectives
         return dumps
 
@@ -133,7 +139,7 @@ def describe_hang(
         beats: last sign of every rank.
         dumps: collectives of the ranks that answered.
         states: of processes, where that says something.
-        asked: ranks that should have answered.
+        asked: ranks of this machine, which should have answered; those of others may not have been asked yet.
     """
     absences = find_absences(dumps)
     waiting = {rank for absence in absences for rank in absence.waiting}
@@ -141,6 +147,9 @@ def describe_hang(
     silent = {rank for rank in asked if rank not in dumps}
     # Who is behind in one group may be waiting in another one, for somebody else.
     hanging = silent | {rank for rank in states if "stopped" in states[rank]} or behind - waiting or behind
+    elsewhere = set(beats) - set(dumps) - set(asked)
+    if not hanging and len(elsewhere) < len(beats):
+        hanging, silent = elsewhere, elsewhere
     if not hanging:  # no collective tells them apart: all came, or there is only one rank
         hanging = set(beats)
     sentences = [_ranks_hang(hanging, beats, states, silent)]

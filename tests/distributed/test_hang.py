@@ -3,10 +3,14 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 from trainer.heartbeat import read_beat
+from trainer.run import rank_heartbeat, rank_log
+from trainer.watchdog import Watchdog
 
 
 def wait_for_step(run_dir: Path, step: int, process) -> None:
@@ -63,3 +67,31 @@ def check_stragglers(records: list[dict]) -> None:
         assert record["time/step/slowest_rank"] in (0, 1) and record["time/update/slowest_rank"] in (0, 1)
         assert record["time/step/max"] >= record["time/step/mean"] > record["time/update/mean"] > 0
         assert record["perf/peak_memory/max"] == record["perf/peak_memory"] >= record["perf/peak_memory/mean"] > 0
+
+
+def test_stacks_and_collectives_of_ranks_that_all_answer(tmp_path):
+    """Both are asked by a signal while one sleeps in Python and the other waits in gloo's code."""
+    rank_heartbeat(tmp_path, 0, 0).parent.mkdir(parents=True)
+    worker = Path(__file__).with_name("hanging_worker.py")
+    processes = [subprocess.Popen([sys.executable, worker, tmp_path, str(rank)]) for rank in (0, 1)]
+    try:
+        end = time.monotonic() + 60
+        while not all(
+            (beat := read_beat(rank_heartbeat(tmp_path, 0, rank))) and beat.step == 3 for rank in (0, 1)
+        ) and all(process.poll() is None for process in processes):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        pids = {rank: process.pid for rank, process in enumerate(processes)}
+        found = ""
+        while "rank 0 waits" not in found and time.monotonic() < end:  # it may not have come to gloo's code yet
+            found = Watchdog(tmp_path, 0, range(2), 10).examine(pids, lambda rank, signum: os.kill(pids[rank], signum))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert found.startswith(
+        "rank 1 hangs (step 3, waiting for data); rank 0 waits in gloo:all_reduce (number 3 of all ranks) "
+        "(step 3, optimizer). Stacks of all threads are at the end"
+    )
+    assert "in sleep_in_the_data" in rank_log(tmp_path, 0, 1).read_text()
+    assert "in all_reduce" in rank_log(tmp_path, 0, 0).read_text()
