@@ -80,18 +80,30 @@ def check_requeue(slurm: SlurmConfig | None, ckpt: CheckpointConfig | None, *, o
     return [Fault(key="slurm.requeue", message=f"{missing}: the job would begin anew each time; leave it out")]
 
 
-def check_ranks(model: ModelConfig, data: DataConfig, *, dp_replicate: int, ranks: int | None) -> list[Fault]:
-    """The ranks make up whole replicas and whole groups of context parallelism, and each gets whole micro-batches.
+def check_layout(model: ModelConfig, *, dp_replicate: int, ranks: int | None) -> list[Fault]:
+    """The ranks make up whole replicas, and those whole groups that share rows.
 
     Args:
         dp_replicate: replicas of the weights.
         ranks: None where it is not known yet; then only what holds for any number is checked.
     """
     faults = []
-    group = dp_replicate * model.cp
-    if ranks is not None and ranks % group:
-        key, given = ("model.cp", "model.cp") if dp_replicate == 1 else ("model.dp_replicate", "dp_replicate x cp")
-        return [Fault(key=key, message=f"{ranks} workers are not a multiple of {given} = {group}")]
+    if ranks is not None and ranks % (dp_replicate * model.cp):
+        sizes = {"replicas": dp_replicate, "shares of a row": model.cp}
+        groups = " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1)
+        message = f"{ranks} workers are not a multiple of {groups}"
+        faults.append(Fault(key="model.dp_replicate" if model.dp_replicate > 1 else "model.cp", message=message))
+    if model.defer_replicate_sync and dp_replicate == 1:
+        message = "needs replicas to add up over: set model.dp_replicate above 1, or leave it out"
+        faults.append(Fault(key="model.defer_replicate_sync", message=message))
+    return faults
+
+
+def check_ranks(model: ModelConfig, data: DataConfig, *, dp_replicate: int, ranks: int | None) -> list[Fault]:
+    """The ranks fit the layout, and each gets whole micro-batches. Arguments as in `check_layout`."""
+    faults = check_layout(model, dp_replicate=dp_replicate, ranks=ranks)
+    if any(fault.key != "model.defer_replicate_sync" for fault in faults):
+        return faults
     if ranks is not None and data.batch_size % (data.micro_batch_size * ranks // model.cp):
         shared = "" if model.cp == 1 else f", {model.cp} of which share each row"
         message = (

@@ -213,9 +213,6 @@ class ModelConfig(BaseConfig):
         if self.defer_grad_sync and self.defer_replicate_sync:
             message = "is part of what defer_grad_sync does; give only one of them"
             faults.append(Fault(key="defer_replicate_sync", message=message))
-        elif self.defer_replicate_sync and self.dp_replicate == 1:
-            message = "needs replicas to add up over: set dp_replicate above 1, or leave it out"
-            faults.append(Fault(key="defer_replicate_sync", message=message))
         if self.cp > 1 and self.impl == "hf":
             message = f"{self.cp} needs the implementation here: the models of transformers see whole rows"
             faults.append(Fault(key="cp", message=message))

@@ -83,5 +83,7 @@ def scored_config(config: EvalWorkerConfig, training: SFTConfig) -> SFTConfig:
     else:
         message = "is missing: neither this command nor the run's own config says what to score; give [val] with sets"
         raise ConfigError.one("val", message)
-    changes = {"max_steps": 0, "resume": ResumeConfig(dir=config.run_dir), "val": val}
+    # The training's layout over ranks is no part of its weights; the worker's ranks are fewer.
+    model = training.model.model_copy(update={"dp_replicate": 1, "cp": 1, "defer_replicate_sync": False})
+    changes = {"max_steps": 0, "resume": ResumeConfig(dir=config.run_dir), "val": val, "model": model}
     return training.model_copy(update=changes | {"log": config.log, "deployment": config.deployment})

@@ -26,6 +26,8 @@ class Plan:
     """Passes over the data in `steps`."""
 
     world_size: int
+    dp_replicate: int = 1
+    cp: int = 1
     grad_accum_steps: int
     """Micro-batches per rank and step."""
 
@@ -38,19 +40,24 @@ class Plan:
     def lines(self) -> list[str]:
         """The plan for people."""
         total = self.steps * self.tokens_per_step
+        workers = show_workers(self.world_size, dp_replicate=self.dp_replicate, cp=self.cp)
         return [
             f"data: {self.data}",
             f"plan: {self.steps:,} steps of {self.rows_per_step:,} rows ({self.tokens_per_step:,} tokens), "
             f"{total:,} tokens in all, {self.epochs:.4g} epochs of {self.num_rows:,} rows",
-            f"plan: {show_workers(self.world_size)}, {self.grad_accum_steps} "
+            f"plan: {workers}, {self.grad_accum_steps} "
             f"micro-batch{'es' * (self.grad_accum_steps > 1)} per worker and step",
             *self.memory,
         ]
 
 
-def show_workers(world_size: int) -> str:
-    """ "1 worker", "2 workers"."""
-    return f"{world_size} worker{'s' * (world_size > 1)}"
+def show_workers(world_size: int, *, dp_replicate: int = 1, cp: int = 1) -> str:
+    """ "1 worker", "2 workers", "8 workers (2 replicas x 2 shards x 2 shares of a row)"."""
+    workers = f"{world_size} worker{'s' * (world_size > 1)}"
+    if dp_replicate == cp == 1:
+        return workers
+    sizes = {"replicas": dp_replicate, "shards": world_size // (dp_replicate * cp), "shares of a row": cp}
+    return f"{workers} ({' x '.join(f'{size} {name}' for name, size in sizes.items() if size > 1)})"
 
 
 def plan_run(config: SFTConfig, source: RowSource, world_size: int) -> Plan:
@@ -77,6 +84,8 @@ def plan_run(config: SFTConfig, source: RowSource, world_size: int) -> Plan:
         num_rows=source.num_rows,
         epochs=steps * data.batch_size / source.num_rows,
         world_size=world_size,
+        dp_replicate=config.dp_replicate,
+        cp=config.model.cp,
         grad_accum_steps=data.batch_size * config.model.cp // (data.micro_batch_size * world_size),
         data=source.description,
     )

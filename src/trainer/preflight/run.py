@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.checkpoint import CheckpointConfig
-from configs.checks import check_schedule
+from configs.checks import check_layout, check_schedule
 from configs.errors import ConfigError, Fault, collecting
 from configs.sft import SFTConfig
 from configs.validation import SuiteConfig
@@ -82,10 +82,11 @@ def preflight_scoring(
         ConfigError: it cannot go; every fault found.
     """
     inputs = prepare_model(config, download=True)
-    faults: list[Fault] = []
+    faults: list[Fault] = check_layout(config.model, dp_replicate=config.dp_replicate, ranks=world_size)
     model = found = None
     with collecting(faults):
         model = check_model(config, inputs)
+        faults += share_faults(config, model)
     with collecting(faults):
         check_validation(config, inputs)
     with collecting(faults):
@@ -100,7 +101,8 @@ def preflight_scoring(
         raise ConfigError(faults)
     assert config.val is not None, "SFTConfig.run_faults asks for it"
     what = f"no training (max_steps = 0); {_weights(config, found)}" if has_checkpoint else "every snapshot"
-    return [f"plan: {what}, scored by {show_workers(world_size)} on", *_scored_lines(config.val)]
+    workers = show_workers(world_size, dp_replicate=config.dp_replicate, cp=config.model.cp)
+    return [f"plan: {what}, scored by {workers} on", *_scored_lines(config.val)]
 
 
 def _weights(config: SFTConfig, found: Path | None) -> str:

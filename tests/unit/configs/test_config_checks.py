@@ -151,11 +151,55 @@ class TestBatch:
 
     def test_micro_batches_are_whole_on_every_rank(self):
         assert faults(data__batch_size="8", data__micro_batch_size="4", deployment__num_train_gpus="3") == {
-            "data.batch_size": "8 is not a multiple of data.micro_batch_size x deployment.num_train_gpus = 4 x 3"
+            "data.batch_size": "8 is not a multiple of data.micro_batch_size x data-parallel ranks = 4 x 3 (3 workers)"
         }
         assert (
             sft(data__batch_size="8", data__micro_batch_size="4", deployment__num_train_gpus="2").data.batch_size == 8
         )
+
+
+class TestLayout:
+    """Replicas, shards and shares of a row over the workers."""
+
+    @pytest.mark.parametrize(
+        ("flags", "key", "message"),
+        [
+            ({"model__cp": "3"}, "model.cp", "4 workers are not a multiple of 3 shares of a row"),
+            ({"model__dp_replicate": "3"}, "model.dp_replicate", "4 workers are not a multiple of 3 replicas"),
+            (
+                {"model__dp_replicate": "4", "model__cp": "2"},
+                "model.dp_replicate",
+                "4 workers are not a multiple of 4 replicas x 2 shares of a row",
+            ),
+        ],
+    )
+    def test_workers_are_whole_groups(self, flags: dict[str, str], key: str, message: str):
+        assert faults(**flags, deployment__num_train_gpus="4", data__seq_len="48") == {key: message}
+        scored = {"max_steps": "0", "val__sets": '["a"]', "val__data_dir": "there"}
+        assert faults(**flags, **scored, deployment__num_train_gpus="4", data__seq_len="48")[key] == message
+
+    def test_ranks_that_share_rows_deal_none(self):
+        flags = {"data__micro_batch_size": "4", "deployment__num_train_gpus": "4"}
+        assert sft(**flags, data__batch_size="8", model__cp="2").ranks == 4
+        assert faults(**flags, data__batch_size="12", model__cp="2") == {
+            "data.batch_size": "12 is not a multiple of data.micro_batch_size x data-parallel ranks = 4 x 2 "
+            "(4 workers, 2 of which share each row)"
+        }
+
+    def test_deferral_needs_replicas(self):
+        message = "needs replicas to add up over: set model.dp_replicate above 1, or leave it out"
+        assert faults(model__defer_replicate_sync="true") == {"model.defer_replicate_sync": message}
+        by_nodes = {
+            "deployment__type": "multi_node",
+            "deployment__num_nodes": "2",
+            "deployment__gpus_per_node": "2",
+            "deployment__nodes_per_fsdp_group": "1",
+            "slurm": "{}",
+        }
+        config = sft(**by_nodes, model__defer_replicate_sync="true", data__batch_size="4", run__name="a")
+        assert config.dp_replicate == 2 and config.model.dp_replicate == 1
+        got = faults(**by_nodes, model__cp="3", model__defer_replicate_sync="true", data__seq_len="48", run__name="a")
+        assert got == {"model.cp": "4 workers are not a multiple of 2 replicas x 3 shares of a row"}
 
 
 class TestResume:

@@ -59,6 +59,19 @@ def test_plan_counts_tokens_steps_and_epochs() -> None:
     ]
 
 
+def test_plan_shows_how_the_workers_share_weights_and_rows() -> None:
+    def workers(**model: Any) -> str:
+        config = _config(data={"batch_size": 8}, model={"arch": _ARCH, "init": {}} | model)
+        return plan_run(config, _Rows(100), 8).lines()[2]
+
+    assert workers() == "plan: 8 workers, 1 micro-batch per worker and step"
+    assert workers(dp_replicate=2, cp=2) == (
+        "plan: 8 workers (2 replicas x 2 shards x 2 shares of a row), 2 micro-batches per worker and step"
+    )
+    assert workers(dp_replicate=8) == "plan: 8 workers (8 replicas), 1 micro-batch per worker and step"
+    assert workers(cp=4) == "plan: 8 workers (2 shards x 4 shares of a row), 4 micro-batches per worker and step"
+
+
 @pytest.mark.parametrize(("max_epochs", "steps"), [(1, 16), (2, 33), (3, 50)])
 def test_without_max_steps_the_run_takes_all_whole_steps_of_its_epochs(max_epochs: int, steps: int) -> None:
     """Field case R56 (planning): the planned steps are exact numbers of known rows, not estimates."""
