@@ -37,11 +37,24 @@ class WandbConfig(BaseConfig):
         return "offline" if self.offline else self.mode
 
 
+class WebhookConfig(BaseConfig):
+    """`[monitors.webhook]`: messages about the run to an address of the web, as JSON."""
+
+    url_variable: str = Field(default="ONELOOP_WEBHOOK_URL", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """Environment variable with the URL: whoever has it can post, so it stands in no file."""
+
+    step_seconds: float | None = Field(default=3600.0, gt=0)
+    """Tell the step so often. None: only the start and the end."""
+
+
 class MonitorsConfig(BaseConfig):
     """`[monitors]`: besides the console and metrics.jsonl, which are always on."""
 
     wandb: WandbConfig | None = None
     """Weights & Biases."""
+
+    webhook: WebhookConfig | None = None
+    """Messages to an address of the web: started, step, stopped, finished, failed."""
 
 
 class LogConfig(BaseConfig):

@@ -143,7 +143,7 @@ def evaluate(config: SFTConfig, run: Run) -> None:
         RunError: the scoring failed for a reason that can be named.
     """
     run.heartbeat.beat(Phase.LOADING)
-    mesh = build_mesh(config.deployment.timeout_seconds)
+    mesh = build_mesh(config.deployment.timeout_seconds, dp_replicate=config.dp_replicate, cp=config.model.cp)
     evaluator = Evaluator(config, run.dir, mesh)
     step, is_own, wandb_id = 0, False, None
     if config.resume is None:
@@ -176,6 +176,7 @@ def _score(
     leave = run.heartbeat.before(votes.cast, Phase.VALIDATION)
     metrics = evaluator.score(step, leave=leave, on_progress=on_progress)
     votes.settle()
+    run.heartbeat.beat(Phase.STOPPED if metrics is None else Phase.DONE)
     if metrics is None:
         log.info("stopped on request before all was scored: nothing is recorded; start again for the whole")
         return

@@ -33,6 +33,8 @@ class Phase(StrEnum):
     VALIDATION = "validation"
     WAITING_FOR_SNAPSHOT = "waiting for a snapshot"
     ENDING = "waiting for the last checkpoint to be written"
+    DONE = "done"
+    STOPPED = "stopped on request"
 
 
 SLOW_PHASES = frozenset(
@@ -44,6 +46,8 @@ SLOW_PHASES = frozenset(
         Phase.SNAPSHOT,
         Phase.VALIDATION,
         Phase.ENDING,
+        Phase.DONE,
+        Phase.STOPPED,
     }
 )
 """A rank may stay in these for long without a sign: it imports, reads or writes terabytes, or compiles."""

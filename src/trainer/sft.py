@@ -61,7 +61,7 @@ def _start(config: "SFTConfig") -> int:
         return 0
     attempt = open_run_dir(config, say)
     say(f"run: {run_dir}, attempt {attempt.number}")
-    return launch_attempt(attempt, config.deployment, num_workers, WORKER_COMMAND)
+    return launch_attempt(attempt, config.deployment, num_workers, WORKER_COMMAND, webhook=config.monitors.webhook)
 
 
 def _submit(config: "SFTConfig", run_dir: Path) -> int:

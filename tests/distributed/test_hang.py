@@ -5,8 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
+
+import pytest
 
 from trainer.heartbeat import read_beat
 from trainer.run import rank_heartbeat, rank_log
@@ -29,12 +35,42 @@ def rank_pid(process, rank: int) -> int:
     return next(pid for pid, mark in marks.items() if f"RANK={rank}".encode() in mark)
 
 
-def test_a_stopped_rank_is_named_and_ends_the_run(runner):
+class Hook(BaseHTTPRequestHandler):
+    """Keeps what is posted."""
+
+    messages: ClassVar[list[dict]] = []
+
+    def do_POST(self) -> None:
+        self.messages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hook(monkeypatch) -> Iterator[list[dict]]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hook) as server:
+        monkeypatch.setenv("ONELOOP_WEBHOOK_URL", f"http://127.0.0.1:{server.server_port}/")
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield Hook.messages
+        server.shutdown()
+
+
+def test_a_stopped_rank_is_named_and_ends_the_run(runner, hook):
     """Rank 1 of two is stopped: the run ends with exit code 1 and says which rank hangs, in which step and phase, and
-    which collective the other one waits in; that one's stacks are in its log; no process is left."""
+    which collective the other one waits in; that one's stacks are in its log; no process is left; the webhook knows."""
     config = runner.config("hang", steps=100_000, interval=1_000_000)
     run_dir = runner.folder / "hang"
-    options = ["--deployment.num-train-gpus", "2", "--deployment.timeout-seconds", "3", "--no-val"]
+    options = [
+        "--deployment.num-train-gpus",
+        "2",
+        "--deployment.timeout-seconds",
+        "3",
+        "--no-val",
+        "--monitors.webhook",
+    ]
     process = runner.popen("@", config, *options)
     try:
         wait_for_step(run_dir, 5, process)
@@ -53,6 +89,8 @@ def test_a_stopped_rank_is_named_and_ends_the_run(runner):
     )
     assert f" of all ranks) ({beats[0]}). Stacks of all threads are at the end of each rank's log in {logs}" in last
     assert "Traceback" not in output
+    assert [(told["event"], told["attempt"]) for told in hook] == [("started", 0), ("failed", 0)]
+    assert hook[1]["reason"] == last and hook[1]["step"] == beats[0].step
     stacks = (logs / "rank_0.log").read_text().rpartition("Current thread")[2]
     assert "run_micro_batches" in stacks or "trainer/train.py" in stacks
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

@@ -8,6 +8,7 @@ from configs.errors import ConfigError
 from configs.sft import SFTConfig
 from trainer.monitors.console import ConsoleMonitor
 from trainer.monitors.jsonl import JsonlMonitor, append_late
+from trainer.webhook import webhook_url
 
 if TYPE_CHECKING:
     from trainer.monitors.wandb import EvalWandb, WandbMonitor
@@ -191,7 +192,8 @@ def open_eval_monitors(config: SFTConfig, run_dir: Path, wandb_id: str | None) -
 
 
 def check_monitors(config: SFTConfig, say: Callable[[str], None]) -> None:
-    """Whether the monitors will start: of wandb the package, the login and, for `mode = "online"`, the server.
+    """Whether the monitors will start: of the webhook the URL; of wandb the package, the login and, for
+    `mode = "online"`, the server.
 
     Takes 15 s at most when the server does not answer.
 
@@ -199,9 +201,11 @@ def check_monitors(config: SFTConfig, say: Callable[[str], None]) -> None:
         say: told when the server cannot be reached and the run may go on without it.
 
     Raises:
-        ConfigError: wandb will not start. A run that is resumed needs only the package and the login: whoever or
-            whatever restarts it, a service that is down should not keep it from training.
+        ConfigError: a webhook has no URL, or wandb will not start. A run that is resumed needs only the package and
+            the login: whoever or whatever restarts it, a service that is down should not keep it from training.
     """
+    if config.monitors.webhook is not None:
+        webhook_url(config.monitors.webhook)
     if config.monitors.wandb is None:
         return
     _require_wandb()
