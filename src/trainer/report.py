@@ -7,13 +7,15 @@ from typing import Literal
 from models.base import CausalLM
 from trainer.data.digest import format_digest
 from trainer.data.loader import StepBatches
+from trainer.errors import RunError
 from trainer.metrics import DeviceClock, Mark, MetricsAccumulator, PendingMetrics
 from trainer.micro_batch import StepResult
 from trainer.optim.gradients import GradientNorms
-from trainer.parallel.checksum import parameter_checksum
+from trainer.parallel.checksum import checksum_sums, read_checksum
 from trainer.parallel.mesh import Mesh
 from trainer.perf import mfu, peak_flops, peak_memory_bytes
 from trainer.state import TrainState
+from trainer.stragglers import RankTimes, add_times, read_times
 
 Verdict = Literal["go on", "rewind", "stop"]
 Metrics = dict[str, float | int | str]
@@ -31,8 +33,15 @@ class StepMarks:
     start: Mark
     """End of the step before, or of the checkpoint or validation between."""
 
-    forward_start: Mark
-    backward_end: Mark
+    forward: Mark
+    """Begin of the first forward pass."""
+
+    backward: Mark
+    """End of the last backward pass."""
+
+    update: Mark
+    """Begin of the optimizer's update, after the last collective of the step but that of its statistics."""
+
     end: Mark
 
 
@@ -73,6 +82,7 @@ class StepReporter:
         self._checksum_interval = checksum_interval
         self._peak_flops = peak_flops(mesh.device)
         self._pending: _Pending | None = None
+        self._times: RankTimes | None = None
         self.clock = DeviceClock(mesh.device)
 
     def collect(
@@ -103,11 +113,14 @@ class StepReporter:
         stats.add_sum("digest_low", digest[0])
         stats.add_sum("digest_high", digest[1])
         if self._checksum_interval is not None and (step + 1) % self._checksum_interval == 0:
-            low, high = parameter_checksum(self._state.model_tensors())
-            stats.add_sum("checksum_low", low)
-            stats.add_sum("checksum_high", high)
+            for name, lane in checksum_sums(self._state.model_tensors(), self._mesh).items():
+                stats.add_sum(name, lane)
         stats.add_max("wait_seconds_max", batches.wait_seconds)
-        stats.add_max("peak_memory", peak_memory_bytes(self._mesh.device))
+        peak_memory = peak_memory_bytes(self._mesh.device)
+        stats.add_max("peak_memory", peak_memory)
+        stats.add_sum("peak_memory_sum", peak_memory)
+        if self._times is not None:
+            add_times(stats, self._times, self._mesh.rank)
         stats.add_max("stop", stop_requested)
         stats.add_replicated("loss_tokens", result.loss_tokens)
         stats.add_replicated("grad_norm", norms.total)
@@ -148,6 +161,7 @@ class StepReporter:
     def _metrics(self, pending: _Pending, values: dict[str, float], loss: float) -> Metrics:
         state, marks, world_size = self._state, pending.marks, self._mesh.world_size
         seconds = self.clock.seconds(marks.start, marks.end)
+        self._times = RankTimes(step=seconds, update=self.clock.seconds(marks.update, marks.end))
         real_tokens = values["num_tokens"] - values["num_padding_tokens"]
         metrics: Metrics = {
             "loss/mean": loss,
@@ -161,19 +175,28 @@ class StepReporter:
             "perf/throughput": real_tokens / seconds,
             "perf/throughput_per_gpu": real_tokens / seconds / world_size,
             "perf/peak_memory": values["peak_memory"] / 2**30,
+            "perf/peak_memory/max": values["peak_memory"] / 2**30,
+            "perf/peak_memory/mean": values["peak_memory_sum"] / world_size / 2**30,
             "progress/epoch": pending.epoch,
             "progress/num_samples": state.progress.num_samples,
             "progress/num_tokens": state.progress.num_tokens,
             "progress/num_loss_tokens": state.progress.num_loss_tokens,
             "progress/num_padding_tokens": state.progress.num_padding_tokens,
             "time/step": seconds,
-            "time/forward_backward": self.clock.seconds(marks.forward_start, marks.backward_end),
+            "time/forward_backward": self.clock.seconds(marks.forward, marks.backward),
             "time/data/max": values["wait_seconds_max"],
             "time/data/mean": values["wait_seconds"] / world_size,
+            **read_times(values, world_size),
             "digest/rows": format_digest((int(values["digest_low"]), int(values["digest_high"]))),
         }
         if "checksum_low" in values:
-            metrics["digest/params"] = format_digest((int(values["checksum_low"]), int(values["checksum_high"])))
+            lanes = read_checksum(values, self._mesh)
+            if lanes is None:
+                raise RunError(
+                    f"the replicas' weights differ after step {pending.step + 1}: memory, a link or a kernel of some "
+                    "GPU is not to be trusted; go on from an earlier checkpoint, without that machine"
+                )
+            metrics["digest/params"] = format_digest(lanes)
         if self._peak_flops is not None:
             flops = self._flops_per_token * real_tokens + self._flops_per_pair * values["attention_pairs"]
             metrics["perf/mfu"] = mfu(flops, seconds, world_size, self._peak_flops)

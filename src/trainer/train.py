@@ -153,11 +153,11 @@ class Trainer:
             self.beat(Phase.DATA, step + 1)
             batches = self.loader.step(step)
             self.beat(phase)
-            forward_start = clock.mark()
+            forward = clock.mark()
             result = run_micro_batches(
                 self.model, batches.micro_batches, batches.num_loss_tokens, self.grad_sync, self.mesh, step=step
             )
-            backward_end = clock.mark()
+            backward = clock.mark()
 
             self.beat(Phase.DEVICE)
             # The one wait of a step, for the device to end the step before; every rank reads the same there.
@@ -178,7 +178,7 @@ class Trainer:
             context = HookContext(model=self.model, step=step, update_ok=norms.update_ok, gradients=gradients)
             for hook in self.hooks:
                 hook.before_optimizer_step(context)
-            lr = self._learning_rate(step)
+            lr, update = self._learning_rate(step), clock.mark()
             self.optimizer.step(gradients, lr, norms.update_ok)
             self.grad_sync.clear_gradients()
             self.grad_sync.publish()
@@ -192,7 +192,7 @@ class Trainer:
                 batches=batches,
                 result=result,
                 norms=norms,
-                marks=StepMarks(start=step_start, forward_start=forward_start, backward_end=backward_end, end=step_end),
+                marks=StepMarks(start=step_start, forward=forward, backward=backward, update=update, end=step_end),
                 lr=lr,
                 epoch=self.loader.epochs(step + 1),
                 stop_requested=self.run_info.stop.requested,
@@ -228,7 +228,6 @@ class Trainer:
         self.beat(Phase.DEVICE)
         report = self.reporter.read()
         assert report is not None
-        self.garbage.at_rest()
         self.stopping |= report.stop_requested
         if report.verdict != "go on":
             self._log(step, report.metrics)
@@ -377,6 +376,7 @@ class Trainer:
     def _finish(self, step: int, first_step: int) -> None:
         self.beat(Phase.ENDING)
         self.checkpointer.wait()
+        self.beat(Phase.DONE if step == self.plan.steps else Phase.STOPPED)
         if step == self.plan.steps:
             log.info("done: %d steps" if step > first_step else "nothing to do: the run has its %d steps already", step)
             return
