@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -41,6 +41,8 @@ from trainer.run_dir import JOB_RECORD
 ROOT = Path(__file__).parents[1]
 SFT = (sys.executable, "-c", "import sys; from trainer.sft import run_sft; sys.exit(run_sft(sys.argv[1:]))")
 FAKE_SLURM = ROOT / "tests" / "fake_slurm"
+
+KINDS = tuple(dict.fromkeys((*LOCAL, *NODES)))
 
 END_SECONDS = 60.0
 """No fault may take longer to end."""
@@ -113,12 +115,12 @@ class Record:
 class Campaign:
     """Runs, one after the other, and the records of their faults."""
 
-    def __init__(self, folder: Path, *, seed: int, steps: int, interval: int, has_disk: bool) -> None:
+    def __init__(self, folder: Path, *, seed: int, steps: int, interval: int, kinds: Sequence[str]) -> None:
         self.folder = folder
         self.records: list[Record] = []
         self.endings: list[str] = []
         self._rng = random.Random(seed)
-        self._steps, self._interval, self._has_disk = steps, interval, has_disk
+        self._steps, self._interval, self._kinds = steps, interval, kinds
         self._name = uuid.uuid4().hex[:8]
         self._starts = 0
         run_dir = self._lay_out("undisturbed", LOCAL_RANKS)
@@ -134,7 +136,7 @@ class Campaign:
         """One run with so many faults at most, to its end."""
         number = len(self.endings)
         name = f"{way}_{number}"
-        kinds = tuple(kind for kind in (LOCAL if way == "local" else NODES) if kind != "disk full" or self._has_disk)
+        kinds = tuple(kind for kind in (LOCAL if way == "local" else NODES) if kind in self._kinds)
         run_dir = self._lay_out(name, LOCAL_RANKS if way == "local" else NODE_RANKS)
         env = {} if way == "local" else self._submit(name)
         for fault in draw_faults(self._rng, kinds, num_faults, total_steps=self._steps):
@@ -285,6 +287,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ways", nargs="+", choices=("local", "nodes"), default=["local", "nodes"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--faults-per-run", type=int, default=10)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--interval", type=int, default=10, help="steps between checkpoints")
@@ -292,10 +295,10 @@ def main() -> int:
     args = parser.parse_args()
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos_") as name, small_disk(Path(name)) as has_disk:
+        kinds = [kind for kind in args.kinds if kind != "disk full" or has_disk]
         if not has_disk:
             print("no small disk can be mounted here: none will be full", flush=True)
-        folder = Path(name)
-        campaign = Campaign(folder, seed=args.seed, steps=args.steps, interval=args.interval, has_disk=has_disk)
+        campaign = Campaign(Path(name), seed=args.seed, steps=args.steps, interval=args.interval, kinds=kinds)
         while (left := args.faults - len(campaign.records)) > 0:
             campaign.run(args.ways[len(campaign.endings) % len(args.ways)], min(left, args.faults_per_run))
     result = summary(campaign, seed=args.seed, seconds=time.monotonic() - start)
