@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from configs.base import BaseConfig
     from configs.launch import WorkersConfig
+    from configs.monitor import WebhookConfig
     from trainer.attempts import Attempt
 
 C = TypeVar("C", bound="BaseConfig")
@@ -85,12 +86,17 @@ def _run(
 
 
 def launch_attempt(
-    attempt: "Attempt", deployment: "WorkersConfig", num_workers: int, worker_command: Sequence[str]
+    attempt: "Attempt",
+    deployment: "WorkersConfig",
+    num_workers: int,
+    worker_command: Sequence[str],
+    webhook: "WebhookConfig | None" = None,
 ) -> int:
     """Run the workers of an attempt to their end, and close it.
 
     Args:
         worker_command: see `trainer.launch.launch`.
+        webhook: told what becomes of the attempt.
 
     Returns:
         exit code: 0 done or stopped as asked, 1 a worker failed, 128 + n killed after signal n.
@@ -99,17 +105,18 @@ def launch_attempt(
         ConfigError, RunError: what the first failing worker raised.
     """
     from trainer.launch import KilledError, WorkerError, launch
+    from trainer.webhook import told
 
-    stop_timeout = deployment.stop_timeout_seconds
     try:
-        launch(
-            attempt,
-            num_workers=num_workers,
-            stop_timeout=stop_timeout,
-            say=say,
-            command=worker_command,
-            timeout=deployment.timeout_seconds,
-        )
+        with told(webhook, attempt.dir, attempt.number, say):
+            launch(
+                attempt,
+                num_workers=num_workers,
+                stop_timeout=deployment.stop_timeout_seconds,
+                say=say,
+                command=worker_command,
+                timeout=deployment.timeout_seconds,
+            )
     except WorkerError as error:
         return fail(str(error), 1)
     except KilledError as error:

@@ -27,7 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     # the loop
     ("trainer.train", "trainer.evaluate"),
     # from the config to the parts of a run, and from a step to its report
-    ("trainer.preflight", "trainer.report"),
+    ("trainer.preflight", "trainer.report", "trainer.stragglers"),
     ("trainer.snapshots",),
     ("trainer.memory", "trainer.state", "trainer.model_setup", "trainer.model_source", "trainer.adapters"),
     # the parts of a step
@@ -38,7 +38,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainer.parallel",),
     # what knows one rank only
     ("trainer.data", "trainer.monitors", "trainer.logs", "trainer.tokenizer", "trainer.run_dir"),
-    ("trainer.attempts",),
+    ("trainer.attempts", "trainer.webhook"),
     ("trainer.progress", "trainer.perf", "trainer.run", "trainer.files", "trainer.locks", "trainer.pinned"),
     ("trainer.flight_recorder", "trainer.heartbeat", "trainer.garbage"),
     ("trainer.text", "trainer.errors"),
