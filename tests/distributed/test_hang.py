@@ -90,7 +90,7 @@ def test_a_stopped_rank_is_named_and_ends_the_run(runner, hook):
     assert f" of all ranks) ({beats[0]}). Stacks of all threads are at the end of each rank's log in {logs}" in last
     assert "Traceback" not in output
     assert [(told["event"], told["attempt"]) for told in hook] == [("started", 0), ("failed", 0)]
-    assert hook[1]["reason"] == last and hook[1]["step"] == beats[0].step
+    assert beats[0] is not None and (hook[1]["reason"], hook[1]["step"]) == (last, beats[0].step)
     stacks = (logs / "rank_0.log").read_text().rpartition("Current thread")[2]
     assert "run_micro_batches" in stacks or "trainer/train.py" in stacks
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
