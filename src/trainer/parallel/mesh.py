@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-WATCHDOG_SECONDS = 30
+WATCHDOG_SECONDS = 15
 """What the launcher gets to find out which rank hangs: torch ends the ranks that wait for it, not that one."""
 
 
