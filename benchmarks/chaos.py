@@ -30,7 +30,18 @@ from typing import Any
 
 import torch
 from chaos_attempt import Attempt
-from chaos_faults import LOCAL, NODES, Fault, damage, draw_faults, expected_codes, strike, wait_for_moment, wait_gone
+from chaos_faults import (
+    LOCAL,
+    MOMENTS,
+    NODES,
+    Fault,
+    damage,
+    draw_faults,
+    expected_codes,
+    strike,
+    wait_for_moment,
+    wait_gone,
+)
 from torch import Tensor
 
 from trainer.checkpoint import Checkpointer
@@ -91,7 +102,7 @@ auto = true
 
 [deployment]
 {deployment}
-timeout_seconds = 20
+timeout_seconds = 15
 """
 LOCAL_RANKS = "num_train_gpus = 2"
 NODE_RANKS = 'type = "multi_node"\nnum_nodes = 2\ngpus_per_node = 1'
@@ -115,12 +126,14 @@ class Record:
 class Campaign:
     """Runs, one after the other, and the records of their faults."""
 
-    def __init__(self, folder: Path, *, seed: int, steps: int, interval: int, kinds: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, *, seed: int, steps: int, interval: int, kinds: Sequence[str], moments: Sequence[str]
+    ) -> None:
         self.folder = folder
         self.records: list[Record] = []
         self.endings: list[str] = []
         self._rng = random.Random(seed)
-        self._steps, self._interval, self._kinds = steps, interval, kinds
+        self._steps, self._interval, self._kinds, self._moments = steps, interval, kinds, moments
         self._name = uuid.uuid4().hex[:8]
         self._starts = 0
         run_dir = self._lay_out("undisturbed", LOCAL_RANKS)
@@ -139,7 +152,7 @@ class Campaign:
         kinds = tuple(kind for kind in (LOCAL if way == "local" else NODES) if kind in self._kinds)
         run_dir = self._lay_out(name, LOCAL_RANKS if way == "local" else NODE_RANKS)
         env = {} if way == "local" else self._submit(name)
-        for fault in draw_faults(self._rng, kinds, num_faults, total_steps=self._steps):
+        for fault in draw_faults(self._rng, kinds, num_faults, total_steps=self._steps, moments=self._moments):
             attempt = self._start(way, name, env)
             record = Record(way=way, run=number, fault=fault)
             try:
@@ -288,6 +301,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ways", nargs="+", choices=("local", "nodes"), default=["local", "nodes"])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=", ".join(KINDS))
+    parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=MOMENTS)
     parser.add_argument("--faults-per-run", type=int, default=10)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--interval", type=int, default=10, help="steps between checkpoints")
@@ -298,7 +312,9 @@ def main() -> int:
         kinds = [kind for kind in args.kinds if kind != "disk full" or has_disk]
         if not has_disk:
             print("no small disk can be mounted here: none will be full", flush=True)
-        campaign = Campaign(Path(name), seed=args.seed, steps=args.steps, interval=args.interval, kinds=kinds)
+        campaign = Campaign(
+            Path(name), seed=args.seed, steps=args.steps, interval=args.interval, kinds=kinds, moments=args.moments
+        )
         while (left := args.faults - len(campaign.records)) > 0:
             campaign.run(args.ways[len(campaign.endings) % len(args.ways)], min(left, args.faults_per_run))
     result = summary(campaign, seed=args.seed, seconds=time.monotonic() - start)

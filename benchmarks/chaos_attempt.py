@@ -119,8 +119,9 @@ class Attempt:
         self._command.wait()
 
     def tail(self, num_lines: int = 5) -> str:
-        """The end of the command's output."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
+        """The end of the command's output, and of the nodes' where there are any."""
+        logs = [self.log, *sorted((self.run_dir / "slurm").glob("job_*_node_*.log"))]
+        return "\n".join(line for path in logs for line in path.read_text(errors="replace").splitlines()[-num_lines:])
 
 
 def last_step(run_dir: Path) -> int:

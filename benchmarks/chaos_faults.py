@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,13 +55,15 @@ class Fault:
     """Picks the process or the file, so that a campaign of the same seed strikes alike."""
 
 
-def draw_faults(rng: random.Random, kinds: tuple[str, ...], count: int, *, total_steps: int) -> list[Fault]:
+def draw_faults(
+    rng: random.Random, kinds: Sequence[str], count: int, *, total_steps: int, moments: Sequence[str] = MOMENTS
+) -> list[Fault]:
     """The faults of one run, in the order of their steps. None so late that the run may have ended before."""
     steps = sorted(rng.randrange(1, int(0.9 * total_steps)) for _ in range(count))
     return [
         Fault(
             kind=rng.choice(kinds),
-            moment=rng.choice(MOMENTS),
+            moment=rng.choice(moments),
             step=step,
             delay=rng.uniform(0, _STARTING_SECONDS),
             choice=rng.randrange(1 << 30),
@@ -180,7 +183,7 @@ def expected_codes(fault: Fault) -> set[int]:
         case "launcher killed":
             return {-signal.SIGKILL}
         case "SIGTERM":
-            return {0, 128 + signal.SIGTERM}
+            return {0, 128 + signal.SIGTERM, 128 + signal.SIGUSR1}  # the script of a job hands it on as SIGUSR1
         case "disk full":
             return {1, 2}
         case kind if kind.startswith("checkpoint"):
