@@ -17,7 +17,7 @@ import pytest
 import trainer.launch as launch_module
 from configs.errors import ConfigError
 from configs.sft import SFTConfig
-from trainer.attempts import Attempt
+from trainer.attempts import Attempt, is_in_use
 from trainer.errors import RunError
 from trainer.launch import KilledError, WorkerError, launch
 from trainer.run_dir import check_run_dir, open_run_dir
@@ -331,6 +331,8 @@ def test_kill_9_of_the_launcher_leaves_no_worker_and_frees_the_run_directory(
             check_run_dir(config.model_copy(update={"clean": True}))
         launcher.kill()
     _wait_until(lambda: not any(map(_exists, pids)), seconds=10)
+    # The other threads of a killed process may outlive its main thread for a moment, with its files open.
+    _wait_until(lambda: is_in_use(run_dir) is False, seconds=10)
     check_run_dir(config.model_copy(update={"clean": True}))
 
 
