@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from configs.launch import WorkersConfig
     from configs.monitor import WebhookConfig
     from trainer.attempts import Attempt
+    from trainer.peers.nodes import Peers
 
 C = TypeVar("C", bound="BaseConfig")
 
@@ -90,12 +91,13 @@ def launch_attempt(
     deployment: "WorkersConfig",
     num_workers: int,
     worker_command: Sequence[str],
+    peers: "Peers | None" = None,
     webhook: "WebhookConfig | None" = None,
 ) -> int:
     """Run the workers of an attempt to their end, and close it.
 
     Args:
-        worker_command: see `trainer.launch.launch`.
+        num_workers, worker_command, peers: see `trainer.launch.launch`.
         webhook: told what becomes of the attempt.
 
     Returns:
@@ -116,6 +118,7 @@ def launch_attempt(
                 say=say,
                 command=worker_command,
                 timeout=deployment.timeout_seconds,
+                peers=peers,
             )
     except WorkerError as error:
         return fail(str(error), 1)

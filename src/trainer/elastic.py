@@ -1,62 +1,59 @@
 """Worker processes through torch's elastic agent.
 
-The agent starts them, each in a session of its own, and gives them a store to meet at on a free port. It runs in a
-thread, where it installs no signal handlers: its own would kill workers that are saving a checkpoint.
+The agent starts those of this node, each in a session of its own, and tells them of the store at which all meet. It
+runs in a thread, where it installs no signal handlers: its own would kill workers that are saving a checkpoint.
 """
 
 import logging
 import os
 import signal
 import threading
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from trainer.peers.store import Meeting, host_meeting
 
 _POLL_SECONDS = 0.3
 """How often the agent looks at its workers. The launcher looks more often, so that it sees a death first."""
+
+_BARRIER_SECONDS = 0.01
 
 
 class WorkerGroup:
     """The processes of one attempt, from `start` until `is_alive` says no."""
 
-    def __init__(self, command: Sequence[str], *, num_workers: int, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], *, num_workers: int, env: Mapping[str, str], meeting: Meeting | None = None
+    ) -> None:
         """
         Args:
             command: program and arguments of every worker.
-            num_workers: processes.
+            num_workers: processes on this node, as many as on every other one.
             env: added to the environment of each.
+            meeting: where the nodes of the run meet; None: there is only this one.
         """
         # The agent replaces ${local_rank} in arguments; a dollar in a path is to stay one.
         program, *arguments = (part.replace("$", "$$") for part in command)
-        rendezvous = RendezvousParameters(
-            backend="c10d",
-            endpoint="localhost:0",
-            run_id=uuid.uuid4().hex,
-            min_nodes=1,
-            max_nodes=1,
-            # Without it the host's full name is looked up, and many machines cannot find their own.
-            local_addr="localhost",
-            is_host="true",
-        )
-        self._rendezvous = get_rendezvous_handler(rendezvous)
         spec = WorkerSpec(
             role="trainer",
             local_world_size=num_workers,
             entrypoint=program,
             args=tuple(arguments),
-            rdzv_handler=self._rendezvous,
+            rdzv_handler=_Rendezvous(meeting or host_meeting()),
             max_restarts=0,
             monitor_interval=_POLL_SECONDS,
+            # Without it the host's full name is looked up, and many machines cannot find their own.
             local_addr="localhost",
         )
-        self._agent = LocalElasticAgent(spec, _InheritedStreams(env))
+        # Nodes wait for each other's end by `trainer.peers`, which notices that one is dead.
+        self._agent = LocalElasticAgent(spec, _InheritedStreams(env), exit_barrier_timeout=_BARRIER_SECONDS)
         self._thread = threading.Thread(target=self._run, name="elastic agent", daemon=True)
         self._result: RunResult | None = None
         self._error: BaseException | None = None
@@ -132,9 +129,40 @@ class WorkerGroup:
             self._result = result
         except BaseException as error:
             self._error = error
-        finally:
-            with suppress(Exception):  # nobody else waits at this rendezvous
-                self._rendezvous.shutdown()
+
+
+class _Rendezvous(RendezvousHandler):
+    """The nodes have met before: tells the agent where, and which one this is."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+
+    def get_backend(self) -> str:
+        return "static"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True  # or workers would start a second one, at a port that may not be free
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        meeting = self._meeting
+        place = RendezvousStoreInfo(meeting.address, meeting.port)
+        return RendezvousInfo(PrefixStore("agents", meeting.store), meeting.node_rank, meeting.num_nodes, place)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0  # none comes later: a failed attempt is followed by a new one
+
+    def get_run_id(self) -> str:
+        return self._meeting.token
+
+    def shutdown(self) -> bool:
+        return True
 
 
 class _InheritedStreams(LogsSpecs):

@@ -1,6 +1,8 @@
-"""Runs the workers of an attempt on this machine: hands signals on, and ends them all when one fails."""
+"""Runs the workers of an attempt on this machine: hands signals on, and ends them all when one fails.
 
-import json
+On several nodes every one has a launcher of its own; what they tell each other is in `trainer.peers`.
+"""
+
 import math
 import os
 import signal
@@ -9,17 +11,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from configs.errors import ConfigError, Fault
+from configs.errors import ConfigError
 from configs.launch import DeploymentConfig, SingleNodeConfig
 from trainer.attempts import Attempt
-from trainer.errors import RunError
+from trainer.failures import ENDED, FOLLOWED, OWN, Failure, KilledError, WorkerError, failure_of
 from trainer.flight_recorder import recorder_environment
-from trainer.run import STOP_SIGNALS, attempt_logs, rank_error, rank_log
+from trainer.rank_failures import OF_OTHERS, RankEnds, read_reports
+from trainer.run import STOP_SIGNALS, attempt_logs, rank_log
 from trainer.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from trainer.peers.nodes import Peers
 
 WORKER_COMMAND = (sys.executable, "-P", "-m", "trainer.worker")
 
@@ -29,27 +34,6 @@ _FAILURE_GRACE_SECONDS = 5.0
 
 _KILL_PATIENCE_SECONDS = 20.0
 """A killed process that is still there then hangs in the kernel; nothing here can end it."""
-
-_LOG_TAIL_LINES = 20
-_LOG_TAIL_BYTES = 1 << 16
-
-_OF_OTHERS = ("peer", "timeout")
-"""Kinds of reports that tell of another rank's failure."""
-
-_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGKILL)
-"""Signals that no peer's failure brings about. SIGABRT is none: NCCL aborts a process whose peer is gone."""
-
-
-class WorkerError(Exception):
-    """A worker ended for a reason that nobody foresaw. The text has its rank, its log and its traceback."""
-
-
-class KilledError(Exception):
-    """A signal ended the run before its workers had stopped by themselves."""
-
-    def __init__(self, signum: int, message: str) -> None:
-        super().__init__(message)
-        self.signum = signum
 
 
 def count_workers(config: DeploymentConfig) -> int:
@@ -78,21 +62,23 @@ def launch(
     say: Callable[[str], None],
     command: Sequence[str] = WORKER_COMMAND,
     timeout: float = math.inf,
+    peers: "Peers | None" = None,
 ) -> None:
-    """Run the workers until all have ended. Whatever happens, none is left.
+    """Run the workers of this node until all have ended, those of other nodes too. Whatever happens, none is left.
 
-    SIGTERM, SIGUSR1, SIGINT and SIGHUP ask the workers to stop, once; a second SIGINT kills them.
+    SIGTERM, SIGUSR1, SIGINT and SIGHUP ask the workers of all nodes to stop, once; a second SIGINT kills them.
 
     Args:
         attempt: the run directory, laid out and locked.
-        num_workers: processes.
+        num_workers: processes on this node, as many as on every other one.
         stop_timeout: seconds that workers have to stop after a signal.
         say: told what happens.
         command: program and arguments of a worker; run directory, attempt and this process's id are appended.
         timeout: seconds without a sign from any worker after which they hang, see `trainer.watchdog`.
+        peers: the launchers of the other nodes, all of which are there; None: there is only this node.
 
     Raises:
-        ConfigError, RunError: what the first failing worker raised.
+        ConfigError, RunError: what the first failing worker of all nodes raised.
         WorkerError: it raised something else, died, or hung.
         KilledError: workers were killed because a signal came.
     """
@@ -105,17 +91,16 @@ def launch(
     if "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = str(max(1, _num_cores() // num_workers))
     arguments = (str(attempt.dir), str(attempt.number), str(os.getpid()))
+    first = 0 if peers is None else peers.meeting.node_rank * num_workers
+    ranks = range(first, first + num_workers)
     signals = _Signals()
     with _handlers((*STOP_SIGNALS, signal.SIGHUP), signals.handle):
-        workers = WorkerGroup((*command, *arguments), num_workers=num_workers, env=env)
-        watchdog = Watchdog(attempt.dir, attempt.number, range(num_workers), timeout)
-        watch = _Watch(workers, attempt, num_workers, signals, stop_timeout, say, watchdog)
-        workers.start()
-        try:
-            watch.until_end()
-        finally:
-            workers.kill()  # what a worker started and left behind
-    watch.judge()
+        meeting = None if peers is None else peers.meeting
+        workers = WorkerGroup((*command, *arguments), num_workers=num_workers, env=env, meeting=meeting)
+        watchdog = Watchdog(attempt.dir, attempt.number, ranks, timeout)
+        failure = _Watch(workers, attempt, ranks, signals, stop_timeout, say, watchdog, peers).run()
+    if failure is not None:
+        raise failure.error()
 
 
 @contextmanager
@@ -140,6 +125,8 @@ class _Signals:
     first: int | None = None
     first_time: float = 0.0
     again: bool = False
+    origin: str = ""
+    """The node that got it, where it was another one."""
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -148,6 +135,10 @@ class _Signals:
         elif signum == signal.SIGINT and now - self.first_time > 0.5:
             # Sooner it is the same key press, handed on by a parent such as `uv run` too.
             self.again = True
+
+    def take(self, signum: int, origin: str) -> None:
+        """As if a signal had come that another node got."""
+        self.first, self.first_time, self.origin = signum, time.monotonic(), origin
 
 
 @contextmanager
@@ -173,19 +164,22 @@ class _Watch:
         self,
         workers: Any,
         attempt: Attempt,
-        num_workers: int,
+        ranks: range,
         signals: _Signals,
         stop_timeout: float,
         say: Callable[[str], None],
         watchdog: Watchdog,
+        peers: "Peers | None",
     ) -> None:
         self._workers = workers
         self._attempt = attempt
-        self._ranks = range(num_workers)
+        self._ranks = ranks
         self._signals = signals
         self._stop_timeout = stop_timeout
         self._say = say
         self._watchdog = watchdog
+        self._peers = peers
+        self._peer_failed = False
         self._hang = ""
         self._said = False
         self._asked: set[int] = set()
@@ -194,7 +188,25 @@ class _Watch:
         self._kill_reason = ""
         self._killed_time: float | None = None
 
-    def until_end(self) -> None:
+    def run(self) -> Failure | None:
+        """Start the workers and wait until they are gone, those of other nodes too. Gives why the run failed."""
+        try:
+            try:
+                self._workers.start()
+                self._until_end()
+            finally:
+                self._workers.kill()  # what a worker started and left behind
+            failure = self._judge()
+        except (KilledError, WorkerError) as error:
+            failure = failure_of(error, time=time.time())
+        except Exception as error:
+            if self._peers is None:
+                raise
+            # The agent's: its store is gone with node 0.
+            failure = failure_of(error, time=time.time(), weight=FOLLOWED)
+        return failure if self._peers is None else self._peers.settle(failure, self._while_settling)
+
+    def _until_end(self) -> None:
         """Until every worker is gone.
 
         Raises:
@@ -202,50 +214,62 @@ class _Watch:
         """
         while self._workers.is_alive():
             self._workers.wait(_TICK_SECONDS)
+            self._heed_peers()
             self._heed_signals()
             self._heed_failures()
             self._heed_hang()
             self._kill_when_due()
+            if self._peer_failed and self._killed_time is None and not self._workers.pids() and self._is_due():
+                return  # the agent waits at the store for a node that is gone, and starts nothing
 
-    def judge(self) -> None:
-        """Raise what the first failure asks for, if there was one."""
+    def _judge(self) -> Failure | None:
+        """Why this node failed, if it did."""
         exit_codes = self._workers.exit_codes()
-        reports = self._reports()
-        if self._hang and all(report["kind"] in _OF_OTHERS for report in reports.values()):
-            raise WorkerError(self._hang)
-        if self._kill_reason and self._signals.first is not None:
-            raise KilledError(self._signals.first, self._kill_reason)
-        if not exit_codes and not reports:
-            return
-        first = self._first_failed(exit_codes, reports)
-        if first in reports:
-            raise self._reported(first, reports[first])
-        code = exit_codes[first]
-        if self._signals.first is not None and -code in STOP_SIGNALS:
-            raise KilledError(self._signals.first, f"rank {first} was ended by a signal before it could stop")
-        raise WorkerError(self._died(first, code))
-
-    def _first_failed(self, exit_codes: dict[int, int], reports: dict[int, dict[str, Any]]) -> int:
-        """The rank whose failure the others' followed from."""
-        last_own = self._killed_time or math.inf
-        silent = {
-            rank: self._gone[rank]
-            for rank, code in exit_codes.items()
-            if rank not in reports and self._gone.get(rank, math.inf) < last_own
-        }
-        # A positive code without a report is a rank that could not write it, on a full disk for one.
-        crashed = {rank: time for rank, time in silent.items() if exit_codes[rank] > 0 or -exit_codes[rank] in _CRASHES}
-        own = silent | {rank: report["time"] for rank, report in reports.items() if report["kind"] not in _OF_OTHERS}
-        # When one process fails, the errors that its peers get may be there before its failure is seen.
-        times = (
-            crashed
-            or own
-            or {
-                **{rank: self._gone.get(rank, math.inf) for rank in exit_codes},
-                **{rank: report["time"] for rank, report in reports.items()},
-            }
+        reports = read_reports(self._attempt, self._ranks)
+        if self._hang and all(report["kind"] in OF_OTHERS for report in reports.values()):
+            return Failure(kind="worker", message=self._hang, time=time.time(), weight=OWN)
+        signum = self._signals.first
+        if self._kill_reason and signum is not None:
+            return Failure(kind="killed", message=self._kill_reason, signum=signum, time=time.time(), weight=ENDED)
+        ends = RankEnds(
+            attempt=self._attempt,
+            exit_codes=exit_codes,
+            reports=reports,
+            gone=self._gone,
+            killed_time=self._killed_time,
+            signum=signum,
+            node="" if self._peers is None else self._peers.here,
         )
-        return min(times, key=lambda rank: times[rank])
+        return ends.first_failure()
+
+    def _while_settling(self) -> Failure | None:
+        """What a signal means once this node's workers are gone."""
+        signum = self._signals.first
+        if self._peers is not None and signum is not None:
+            self._peers.tell(stop=signum)
+        if not self._signals.again or signum is None:
+            return None
+        message = "ended at once by a second Ctrl-C"
+        return Failure(kind="killed", message=message, signum=signum, time=time.time(), weight=ENDED)
+
+    def _heed_peers(self) -> None:
+        """Stop when another node is asked to, and end when another one fails; let them know of this one."""
+        if self._peers is None:
+            return
+        verdict = self._peers.verdict
+        if self._signals.first is None and verdict.stop is not None:
+            self._signals.take(verdict.stop, verdict.stop_node)
+        if self._signals.first is not None:
+            self._peers.tell(stop=self._signals.first)
+        if self._kill_time is not None:
+            self._peers.tell(failing=True)
+        lost = self._peers.lost_host()
+        if not self._peer_failed and self._kill_time is None and (verdict.failing or lost is not None):
+            self._peer_failed = True
+            self._kill_time = time.time() + _FAILURE_GRACE_SECONDS
+            self._say(f"{lost.message if lost is not None else verdict.failing}: ending the workers of this node")
+        if self._peer_failed:
+            self._ask_all()
 
     def _heed_signals(self) -> None:
         signum = self._signals.first
@@ -253,25 +277,31 @@ class _Watch:
             return
         if not self._said:
             self._said = True
-            self._say(f"{signal.Signals(signum).name}: stopping after the work under way (Ctrl-C again ends at once)")
-        for rank in self._workers.pids():
-            # Before its log exists a worker does not handle signals yet, and would die of one.
-            if rank not in self._asked and rank_log(self._attempt.dir, self._attempt.number, rank).exists():
-                self._asked.add(rank)
-                self._workers.send(rank, signal.SIGTERM)
+            name = signal.Signals(signum).name + (f" at {self._signals.origin}" if self._signals.origin else "")
+            self._say(f"{name}: stopping after the work under way (Ctrl-C again ends at once)")
+        self._ask_all()
         if self._signals.again:
             self._kill_at(time.time(), "ended at once by a second Ctrl-C")
         elif time.monotonic() > self._signals.first_time + self._stop_timeout:
             self._kill_at(time.time(), f"workers did not stop within {self._stop_timeout:g} s and were killed")
 
+    def _ask_all(self) -> None:
+        """Ask the workers to stop, once each."""
+        for rank in self._workers.pids():
+            # Before its log exists a worker does not handle signals yet, and would die of one.
+            if rank not in self._asked and rank_log(self._attempt.dir, self._attempt.number, rank).exists():
+                self._asked.add(rank)
+                self._workers.send(rank, signal.SIGTERM)
+
     def _heed_failures(self) -> None:
         gone = self._workers.find_gone()
         self._gone |= dict.fromkeys(gone, time.time())
-        if self._kill_time is None and (True in gone.values() or self._reports()):
+        if self._kill_time is None and (True in gone.values() or read_reports(self._attempt, self._ranks)):
             self._kill_time = time.time() + _FAILURE_GRACE_SECONDS
 
     def _heed_hang(self) -> None:
-        timed_out = self._kill_time is not None and {r["kind"] for r in self._reports().values()} == {"timeout"}
+        reports = {} if self._kill_time is None else read_reports(self._attempt, self._ranks)
+        timed_out = {report["kind"] for report in reports.values()} == {"timeout"}
         if self._hang or self._killed_time is not None or not (timed_out or self._watchdog.is_stuck()):
             return
         still = f"no rank has moved for {self._watchdog.seconds:.0f} s"
@@ -284,50 +314,18 @@ class _Watch:
         if not self._kill_reason:
             self._kill_time, self._kill_reason = moment, reason
 
+    def _is_due(self) -> bool:
+        return self._kill_time is not None and time.time() >= self._kill_time
+
     def _kill_when_due(self) -> None:
-        now = time.time()
-        if self._kill_time is None or now < self._kill_time or not self._workers.pids():
+        if not self._is_due() or not self._workers.pids():
             return
+        now = time.time()
         if self._killed_time is None:
             self._killed_time = now
             self._workers.kill()
         elif now > self._killed_time + _KILL_PATIENCE_SECONDS:
             raise WorkerError(f"killed workers are still there: processes {sorted(self._workers.pids().values())}")
-
-    def _reports(self) -> dict[int, dict[str, Any]]:
-        paths = {rank: rank_error(self._attempt.dir, self._attempt.number, rank) for rank in self._ranks}
-        return {rank: json.loads(path.read_text()) for rank, path in paths.items() if path.exists()}
-
-    def _reported(self, rank: int, report: dict[str, Any]) -> Exception:
-        match report["kind"]:
-            case "config":
-                return ConfigError([Fault(**fault) for fault in report["faults"]])
-            case "run" | "peer" | "timeout":
-                return RunError(report["message"])
-            case _:
-                return WorkerError(f"rank {rank} failed; its log: {self._log(rank)}\n{report['text'].rstrip()}")
-
-    def _died(self, rank: int, code: int) -> str:
-        how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        if code == -signal.SIGKILL:
-            how += " (the kernel sends it when memory runs out)"
-        elif code == -signal.SIGBUS:
-            how += " (a file that is read through a memory map, such as a data shard, was cut short or its disk failed)"
-        elif code > 0:
-            how += " and could not write why into its folder of logs; the lines above may tell"
-        log = self._log(rank)
-        tail = _tail(log) if log.exists() else []
-        return "\n".join([f"rank {rank} {how}; the end of its log {log}:", *(f"  {line}" for line in tail)])
-
-    def _log(self, rank: int) -> Path:
-        return rank_log(self._attempt.dir, self._attempt.number, rank)
-
-
-def _tail(path: Path) -> list[str]:
-    """The last lines of a file of any size."""
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
-        return file.read(_LOG_TAIL_BYTES).decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
 
 
 def _num_cores() -> int:

@@ -20,10 +20,18 @@ MAX_FUNCTION_LINES = 80
 # A new room needs a place here.
 FLOORS: tuple[tuple[str, ...], ...] = (
     # commands and processes
-    ("trainer.sft", "trainer.tokenize", "trainer.inspect", "trainer.export", "trainer.reports", "trainer.eval_worker"),
+    (
+        "trainer.sft",
+        "trainer.node",
+        "trainer.tokenize",
+        "trainer.inspect",
+        "trainer.export",
+        "trainer.reports",
+        "trainer.eval_worker",
+    ),
     ("trainer.command",),
     ("trainer.launch", "trainer.worker", "trainer.slurm"),
-    ("trainer.elastic", "trainer.watchdog", "trainer.faults"),
+    ("trainer.elastic", "trainer.peers", "trainer.rank_failures", "trainer.watchdog", "trainer.faults"),
     # the loop
     ("trainer.train", "trainer.evaluate"),
     # from the config to the parts of a run, and from a step to its report
@@ -40,7 +48,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainer.data", "trainer.monitors", "trainer.logs", "trainer.tokenizer", "trainer.run_dir"),
     ("trainer.attempts", "trainer.webhook"),
     ("trainer.progress", "trainer.perf", "trainer.run", "trainer.files", "trainer.locks", "trainer.pinned"),
-    ("trainer.flight_recorder", "trainer.heartbeat", "trainer.garbage"),
+    ("trainer.failures", "trainer.flight_recorder", "trainer.heartbeat", "trainer.garbage"),
     ("trainer.text", "trainer.errors"),
     # networks
     ("models.registry", "models.init", "models.lora"),
