@@ -19,7 +19,7 @@ import pytest
 
 from configs.sft import SFTConfig
 from trainer.attempts import is_in_use
-from trainer.run_dir import lay_out_job, open_run_dir
+from trainer.run_dir import lay_out_job
 
 WORKER = """
 import logging, os, signal, sys, time
