@@ -17,6 +17,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -138,9 +139,7 @@ class Campaign:
         self._starts = 0
         run_dir = self._lay_out("undisturbed", LOCAL_RANKS)
         attempt = self._start("local", "undisturbed", {})
-        ended = attempt.wait_gone(MOMENT_SECONDS)
-        attempt.kill()
-        if ended is None or attempt.exit_code != 0:
+        if not self._ends_well(attempt):
             raise SystemExit(f"the undisturbed run failed:\n{attempt.tail()}")
         self._tensors = load_tensors(run_dir / "checkpoints" / f"step_{steps}")
         self._digests = digests(run_dir)
@@ -165,14 +164,18 @@ class Campaign:
             if record.wrong:
                 break
         attempt = self._start(way, name, env)
-        ended = attempt.wait_gone(MOMENT_SECONDS)
-        code = attempt.exit_code
-        attempt.kill()
-        ending = self._compare(run_dir) if ended is not None and code == 0 else f"exit code {code}:\n{attempt.tail()}"
+        ending = self._compare(run_dir) if self._ends_well(attempt) else f"not done in peace:\n{attempt.tail()}"
         self.endings.append(ending)
         print(f"{name}: {ending or 'equal to the undisturbed run'}", flush=True)
         if not ending:
             shutil.rmtree(run_dir)
+
+    def _ends_well(self, attempt: Attempt) -> bool:
+        """Let it run to its end."""
+        try:
+            return attempt.wait_gone(MOMENT_SECONDS) is not None and attempt.exit_code == 0
+        finally:
+            attempt.kill()
 
     def _suffer(self, attempt: Attempt, record: Record) -> None:
         fault = record.fault
@@ -307,6 +310,7 @@ def main() -> int:
     parser.add_argument("--interval", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # and clear up
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos_") as name, small_disk(Path(name)) as has_disk:
         kinds = [kind for kind in args.kinds if kind != "disk full" or has_disk]
