@@ -180,6 +180,7 @@ class _Watch:
         self._watchdog = watchdog
         self._peers = peers
         self._peer_failed = False
+        self._has_answered = False
         self._hang = ""
         self._said = False
         self._asked: set[int] = set()
@@ -261,6 +262,9 @@ class _Watch:
             self._signals.take(verdict.stop, verdict.stop_node)
         if self._signals.first is not None:
             self._peers.tell(stop=self._signals.first)
+        if verdict.asks and not self._hang and not self._has_answered:
+            self._has_answered = True
+            self._watchdog.ask(self._living(), self._workers.send)
         if self._kill_time is not None:
             self._peers.tell(failing=True)
         lost = self._peers.lost_host()
@@ -306,9 +310,13 @@ class _Watch:
             return
         still = f"no rank has moved for {self._watchdog.seconds:.0f} s"
         self._say(f"{still}: asking all what they are doing")
-        living = {rank: pid for rank, pid in self._workers.pids().items() if rank not in self._gone}
-        self._hang = f"{still}: {self._watchdog.examine(living, self._workers.send)}"
+        if self._peers is not None:
+            self._peers.tell(asks=True)
+        self._hang = f"{still}: {self._watchdog.examine(self._living(), self._workers.send)}"
         self._kill_time = time.time()
+
+    def _living(self) -> dict[int, int]:
+        return {rank: pid for rank, pid in self._workers.pids().items() if rank not in self._gone}
 
     def _kill_at(self, moment: float, reason: str) -> None:
         if not self._kill_reason:

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -70,6 +70,13 @@ class Watchdog:
         slow = any(beat.phase in SLOW_PHASES for beat in self._beats.values())
         return self._timeout + (SLOW_PHASE_SECONDS if slow else 0.0)
 
+    def ask(self, ranks: Iterable[int], send: Callable[[int, int], None]) -> None:
+        """Have ranks of this machine dump stacks and collectives."""
+        for rank in ranks:
+            # Before its log is there, a worker would die of the signal.
+            if rank_log(self._run_dir, self._attempt, rank).exists():
+                send(rank, DUMP_SIGNAL)
+
     def examine(self, pids: Mapping[int, int], send: Callable[[int, int], None]) -> str:
         """Have ranks dump stacks and collectives, and say which of them hang. Takes some seconds.
 
@@ -79,10 +86,7 @@ class Watchdog:
             send: sends a rank a signal.
         """
         started = time.time()
-        for rank in pids:
-            # Before its log is there, a worker would die of the signal.
-            if rank_log(self._run_dir, self._attempt, rank).exists():
-                send(rank, DUMP_SIGNAL)
+        self.ask(pids, send)
         logs = rank_log(self._run_dir, self._attempt, 0).parent
         everyone = sorted({*self._ranks, *(int(path.stem[5:]) for path in logs.glob("rank_*.heartbeat"))})
         until = time.monotonic() + _ANSWER_SECONDS

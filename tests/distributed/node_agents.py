@@ -14,6 +14,7 @@ import torch.distributed.elastic.agent.server.local_elastic_agent  # noqa: F401 
 
 import trainer.elastic
 import trainer.launch  # noqa: F401
+from trainer import watchdog
 from trainer.node import run_node
 from trainer.peers import nodes
 
@@ -27,6 +28,7 @@ def start(order: dict) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ |= order["env"]
+    watchdog._ANSWER_SECONDS = 1.0
     nodes.LOST_SECONDS = order["lost_seconds"]
     code = 70
     try:

@@ -41,6 +41,9 @@ class NodeState:
     stop: int | None = None
     """A signal that asked it to stop."""
 
+    asks: bool = False
+    """Its ranks hang, and all ranks are to say what they are doing."""
+
     failing: bool = False
     ended: bool = False
     """It has no workers any more."""
@@ -61,6 +64,9 @@ class Verdict:
     """The first signal that asked a node to stop."""
 
     stop_node: str = ""
+    asks: bool = False
+    """All ranks are to say what they are doing."""
+
     failing: str = ""
     """The first node seen to fail, in words; empty while none does."""
 
@@ -112,6 +118,7 @@ class Peers:
         self,
         *,
         stop: int | None = None,
+        asks: bool = False,
         failing: bool = False,
         ended: bool = False,
         failure: Failure | None = None,
@@ -122,6 +129,7 @@ class Peers:
         new = replace(
             state,
             stop=state.stop or stop,
+            asks=state.asks or asks,
             failing=state.failing or failing or failure is not None,
             ended=state.ended or ended,
             failure=state.failure or (failure.dump() if failure is not None else None),
@@ -262,7 +270,8 @@ class _Host:
     def judge(self) -> Verdict:
         """What follows."""
         old, states = self._verdict, self._states
-        new = replace(old, all_here=len(states) == self._num_nodes)
+        asks = any(state.asks for state in states.values())
+        new = replace(old, all_here=len(states) == self._num_nodes, asks=asks)
         asked = next((node for node, state in sorted(states.items()) if state.stop is not None), None)
         if old.stop is None and asked is not None:
             new = replace(new, stop=states[asked].stop, stop_node=name_node(asked, states[asked]))
