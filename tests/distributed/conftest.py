@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,6 +109,12 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     mesh = one_rank_mesh(torch.device("cpu"))
     Checkpointer(path.parents[1], None, mesh).load(path, tensors)
     return tensors
+
+
+@pytest.fixture(scope="session")
+def stored_tensors() -> Callable[[Path], dict[str, Tensor]]:
+    """Every tensor of the checkpoint at a path, on one rank."""
+    return load_tensors
 
 
 class Runner:
