@@ -44,6 +44,7 @@ class Attempt:
         self.run_dir = run_dir
         self.log = log
         self._mark = f"{_MARK}={name}".encode()
+        self._recorded_before = self._recorded()
         with log.open("wb") as output:
             self._command = subprocess.Popen(
                 command,
@@ -90,6 +91,17 @@ class Attempt:
     def last_step(self) -> int:
         """The newest step in metrics.jsonl, -1 before there is one."""
         return last_step(self.run_dir)
+
+    def has_recorded(self) -> bool:
+        """It has written to metrics.jsonl; until then that is of the attempts before."""
+        return self._recorded() != self._recorded_before
+
+    def _recorded(self) -> tuple[int, int] | None:
+        try:
+            found = (self.run_dir / "metrics.jsonl").stat()
+        except OSError:
+            return None
+        return found.st_size, found.st_mtime_ns
 
     def is_saving(self) -> bool:
         """A checkpoint is being written."""

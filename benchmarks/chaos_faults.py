@@ -80,9 +80,9 @@ def wait_for_moment(fault: Fault, attempt: Attempt, seconds: float) -> bool:
             case "starting":
                 has_come = time.monotonic() > start + fault.delay
             case "training":
-                has_come = attempt.last_step() >= fault.step
+                has_come = attempt.has_recorded() and attempt.last_step() >= fault.step
             case _:
-                has_come = attempt.last_step() >= fault.step and attempt.is_saving()
+                has_come = attempt.has_recorded() and attempt.last_step() >= fault.step and attempt.is_saving()
         if has_come and _targets(fault.kind, attempt):
             return True
         if attempt.exit_code is not None:
@@ -183,7 +183,8 @@ def expected_codes(fault: Fault) -> set[int]:
         case "launcher killed":
             return {-signal.SIGKILL}
         case "SIGTERM":
-            return {0, 128 + signal.SIGTERM, 128 + signal.SIGUSR1}  # the script of a job hands it on as SIGUSR1
+            # The script of a job hands it on as SIGUSR1; before Python handles signals it ends the process by itself.
+            return {0, 128 + signal.SIGTERM, 128 + signal.SIGUSR1, -signal.SIGTERM}
         case "disk full":
             return {1, 2}
         case kind if kind.startswith("checkpoint"):

@@ -84,6 +84,18 @@ def test_only_the_newest_checkpoint_is_damaged(faults: ModuleType, tmp_path: Pat
     assert content(10) == changed[kind]
 
 
+def test_what_an_earlier_attempt_recorded_does_not_count(attempts: ModuleType, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 150}\n')
+    attempt = attempts.Attempt(["sleep", "50"], name="third_of_a_test", run_dir=tmp_path, log=tmp_path / "a", env={})
+    try:
+        assert attempt.last_step() == 150 and not attempt.has_recorded()
+        metrics.write_text('{"step": 150}\n{"step": 151}\n')
+        assert attempt.last_step() == 151 and attempt.has_recorded()
+    finally:
+        attempt.kill()
+
+
 def test_the_last_step_is_that_of_the_last_whole_line(attempts: ModuleType, tmp_path: Path) -> None:
     assert attempts.last_step(tmp_path) == -1
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3')
@@ -106,7 +118,7 @@ def test_a_campaign_notices_what_is_wrong(faults: ModuleType) -> None:
     """Whatever ends a run after a fault in another way than it should is written down with the fault."""
     chaos = importlib.import_module("chaos")
     fault = faults.Fault(kind="SIGTERM", moment="training", step=9, delay=0.0, choice=42)
-    assert faults.expected_codes(fault) == {0, 143, 138}
+    assert faults.expected_codes(fault) == {0, 143, 138, -15}
     assert faults.expected_codes(faults.Fault(**(asdict(fault) | {"kind": "worker killed"}))) == {1}
     record = chaos.Record(way="local", run=0, fault=fault, exit_code=1, wrong="unexpected exit code")
     campaign = type("Campaign", (), {"records": [record], "endings": ["tensors differ: ['a']", ""]})()
