@@ -91,7 +91,8 @@ def check_layout(model: ModelConfig, *, dp_replicate: int, ranks: int | None) ->
     if ranks is not None and ranks % (dp_replicate * model.cp):
         sizes = {"replicas": dp_replicate, "shares of a row": model.cp}
         groups = " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1)
-        message = f"{ranks} workers are not a multiple of {groups}"
+        workers = "1 worker is" if ranks == 1 else f"{ranks} workers are"
+        message = f"{workers} not a multiple of {groups}"
         faults.append(Fault(key="model.dp_replicate" if model.dp_replicate > 1 else "model.cp", message=message))
     if model.defer_replicate_sync and dp_replicate == 1:
         message = "needs replicas to add up over: set model.dp_replicate above 1, or leave it out"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -185,6 +186,8 @@ def recurrence(parallel: ContextParallel) -> Iterator[Case]:
     found = {"states": parallel.place(own), "gradient": parallel.place(mine.grad)}
     yield "recurrence", added_up(found, parallel.group), expected
     assert torch.equal(parallel.to_rows(parallel.to_heads(mine)), mine)
+    with pytest.raises(ValueError, match=f"rows of {SEQ_LEN + 1} positions cannot be cut into"):
+        parallel.share(torch.empty(1, SEQ_LEN + 1))
     assert torch.equal(parallel.place(mine).count_nonzero(), torch.tensor(mine.numel()))
 
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from pydantic import ValidationError
 
 from configs.checkpoint import ResumeConfig
@@ -84,6 +85,8 @@ def scored_config(config: EvalWorkerConfig, training: SFTConfig) -> SFTConfig:
         message = "is missing: neither this command nor the run's own config says what to score; give [val] with sets"
         raise ConfigError.one("val", message)
     # The training's layout over ranks is no part of its weights; the worker's ranks are fewer.
-    model = training.model.model_copy(update={"dp_replicate": 1, "cp": 1, "defer_replicate_sync": False})
+    layout = {"dp_replicate": 1, "cp": 1, "defer_replicate_sync": False}
+    on_host = training.model.fsdp_cpu_offload and torch.cuda.is_available()  # without a GPU they are there anyway
+    model = training.model.model_copy(update=layout | {"fsdp_cpu_offload": on_host})
     changes = {"max_steps": 0, "resume": ResumeConfig(dir=config.run_dir), "val": val, "model": model}
     return training.model_copy(update=changes | {"log": config.log, "deployment": config.deployment})

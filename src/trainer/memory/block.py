@@ -4,6 +4,7 @@ Found by running the block on the meta device, where tensors have shapes and no 
 saves. Compiled blocks are traced and split as torch.compile does it, without generating code.
 """
 
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -210,6 +211,10 @@ def _compiled_trace(
             saved[storage._cdata] = (storage.nbytes(), storage)
         return tensor
 
+    # Compiled selective recomputation is advised against for blocks that change tensors in place; ours do not.
+    advice = logging.getLogger("torch._higher_order_ops.wrap")
+    level = advice.level
+    advice.setLevel(logging.ERROR)
     torch._dynamo.reset()
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -218,6 +223,7 @@ def _compiled_trace(
         output.backward(torch.empty_like(output))
     finally:
         torch._dynamo.reset()
+        advice.setLevel(level)
     for parameter in block.parameters():
         parameter.grad = None
     total = sum(size for size, _ in saved.values())

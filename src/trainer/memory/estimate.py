@@ -52,9 +52,10 @@ class MemoryEstimate:
         """A table for people."""
         rows = [(name, size) for name, size in self.parts.items() if size]
         width = max(len(name) for name, _ in rows)
+        unit, size_of_unit = ("GiB", 2**30) if self.total >= 2**30 else ("MiB", 2**20)
         return [
-            f"memory: about {self.total / 2**30:.1f} GiB on each GPU, most of it {self.moment}",
-            *(f"memory:   {name:<{width}}  {size / 2**30:8.2f} GiB" for name, size in rows),
+            f"memory: about {self.total / size_of_unit:.1f} {unit} on each GPU, most of it {self.moment}",
+            *(f"memory:   {name:<{width}}  {size / size_of_unit:8.2f} {unit}" for name, size in rows),
         ]
 
 
@@ -84,7 +85,7 @@ class _Step:
         parameters = list(model.parameters())
         self.trained = sum(p.numel() for p in parameters if p.requires_grad)
         self.frozen = sum(p.numel() for p in parameters if not p.requires_grad)
-        self.largest = max(p.numel() for p in parameters)
+        self.largest = max((p.numel() for p in parameters if p.requires_grad), default=0)
         self.blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
         head = model.vocabulary_matrices[-1]
         self.vocab_size, self.width = head.shape
@@ -205,13 +206,15 @@ class _Step:
         }
 
     def _in_first_block(self) -> dict[str, int]:
-        """And in any other, since they are alike: with recomputation the weights' gradients outweigh what is freed."""
+        """And in any other, since they are alike: with recomputation the weights' gradients outweigh what is freed.
+        Of offloaded activations those of the next blocks are back by then."""
         block = max(self.memory, key=lambda memory: memory.saved + memory.backward)
+        saved = block.saved if self.config.ac_offloading is None else self._saved()
         table = self.vocab_size * self.width if self.trains_table else 0
         return {
             "gradients": self._sums(done=1 - table / self.trained) + (self._head_gradient if self.is_tied else 0),
             "gathered weights": self._gathered(2) + self._reduced(),
-            "activations": block.saved + self._hidden,
+            "activations": saved + self._hidden,
             "backward pass of a block": block.backward + self._hidden,
         }
 

@@ -14,13 +14,14 @@ from trainer.preflight.plan import Plan
 
 
 def lever_faults(config: SFTConfig) -> Iterator[Fault]:
-    """Levers that move memory from a GPU to the host, on a machine without one. With [slurm] the run is elsewhere."""
+    """Levers that move memory from a GPU to the host, on a machine without one. With [slurm] the run is elsewhere. What
+    is only scored has neither activations to keep nor moments."""
     if torch.cuda.is_available() or config.slurm is not None:
         return
     model = config.model
     levers = {
-        "ac_offloading": model.ac_offloading is not None,
-        "optim_cpu_offload": model.optim_cpu_offload,
+        "ac_offloading": model.ac_offloading is not None and not config.only_scores,
+        "optim_cpu_offload": model.optim_cpu_offload and not config.only_scores,
         "fsdp_cpu_offload": model.fsdp_cpu_offload,
     }
     for key, is_on in levers.items():

@@ -87,6 +87,7 @@ def preflight_scoring(
     with collecting(faults):
         model = check_model(config, inputs)
         faults += share_faults(config, model)
+        faults += lever_faults(config)
     with collecting(faults):
         check_validation(config, inputs)
     with collecting(faults):

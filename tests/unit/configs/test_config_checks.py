@@ -178,6 +178,10 @@ class TestLayout:
         scored = {"max_steps": "0", "val__sets": '["a"]', "val__data_dir": "there"}
         assert faults(**flags, **scored, deployment__num_train_gpus="4", data__seq_len="48")[key] == message
 
+    def test_one_worker_is_no_group(self):
+        found = faults(model__cp="2", deployment__num_train_gpus="1", data__seq_len="48")
+        assert found == {"model.cp": "1 worker is not a multiple of 2 shares of a row"}
+
     def test_ranks_that_share_rows_deal_none(self):
         flags = {"data__micro_batch_size": "4", "deployment__num_train_gpus": "4"}
         assert sft(**flags, data__batch_size="8", model__cp="2").ranks == 4

@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from configs.eval_worker import EvalWorkerConfig
 from trainer.errors import RunError
+from trainer.eval_worker.training import scored_config
 from trainer.evaluate import Evaluator
 from trainer.run import StopSignal
 from trainer.snapshots import queue
@@ -161,3 +164,12 @@ def test_another_suite_than_the_runs_own(bench, tmp_path: Path) -> None:
     assert [set(record) for record in late] == [names] * 3
     written = sorted(str(path.relative_to(bench.run_dir)) for path in (bench.run_dir / "val").rglob("*.parquet"))
     assert written == [f"val/step_{step}/words.parquet" for step in (2, 4, 6)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_the_layout_of_the_training_is_not_that_of_the_worker(bench) -> None:
+    """Nor are weights of FSDP moved to the host where there is no GPU to move them from."""
+    layout = {"cp": 2, "dp_replicate": 2, "defer_replicate_sync": True, "fsdp_cpu_offload": True}
+    training = bench.training.model_copy(update={"model": bench.training.model.model_copy(update=layout)})
+    scored = scored_config(EvalWorkerConfig(run_dir=bench.run_dir), training)
+    assert scored.model == bench.training.model

@@ -5,11 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from configs.errors import ConfigError
 from configs.sft import SFTConfig
 from trainer.data.row import Rows
-from trainer.preflight import Plan, plan_run, preflight
+from trainer.preflight import Plan, plan_run, preflight, preflight_scoring
 
 _ARCH = {
     "model_type": "llama",
@@ -158,3 +159,22 @@ def test_held_out_shards_are_checked(
     assert preflight(config(tiny_heldout), run_dir=tmp_path, world_size=1, say=print).steps == 5
     (tmp_path / "empty").mkdir()
     assert _faults(config(tmp_path / "empty"), tmp_path) == ["val.sets"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_levers_that_relieve_a_gpu_are_refused_without_one(
+    tmp_path: Path, tiny_heldout: Path, tiny_tokenizer: Path
+) -> None:
+    """Scoring keeps no activations and has no moments, so there only FSDP's weights on the host are anything."""
+    levers = {"ac_offloading": {}, "fsdp_cpu_offload": True}
+    model = {"model": {"arch": _ARCH, "init": {}} | levers}
+    with pytest.raises(ConfigError) as of_training:
+        preflight(_config(**model), run_dir=tmp_path, world_size=2, say=print)
+    assert [fault.key for fault in of_training.value.faults] == ["model.ac_offloading", "model.fsdp_cpu_offload"]
+    assert "there is no GPU here" in of_training.value.faults[0].message
+    val = {"sets": [{"name": "held", "path": str(tiny_heldout)}], "seq_lens": [8]}
+    model["model"]["arch"] = _ARCH | {"vocab_size": 384}
+    config = _config(**model, val=val, max_steps=0, tokenizer={"name": str(tiny_tokenizer)})
+    with pytest.raises(ConfigError) as of_scoring:
+        preflight_scoring(config, run_dir=tmp_path, world_size=2, say=print)
+    assert [fault.key for fault in of_scoring.value.faults] == ["model.fsdp_cpu_offload"]

@@ -6,7 +6,7 @@ from torch import fx
 
 from configs.model import ModelConfig
 from models.registry import build_config, build_model
-from trainer.memory import RankShape, estimate_memory
+from trainer.memory import MemoryEstimate, RankShape, estimate_memory
 from trainer.memory.block import measure_block
 from trainer.memory.graph import extra_bytes
 from trainer.optim.offloaded_adamw import NUM_SLOTS
@@ -99,6 +99,10 @@ def test_what_the_levers_take_away():
     offloaded = estimate(ac_offloading={"max_inflight_activations": 1})
     fewer = (LAYERS - 2) * TOKENS * SAVED_EAGER
     assert plain.parts["activations"] - offloaded.parts["activations"] == fewer
+    # With one micro-batch there is most where nearly all gradients are, and the next blocks' activations are back.
+    assert estimate(accum=1, ac_offloading={"max_inflight_activations": 1}).moment.endswith("first block")
+    back = estimate(accum=1, ac_offloading={"max_inflight_activations": 1}, ac={"mode": "full"})
+    assert back.parts["activations"] >= 2 * 2 * HIDDEN * TOKENS
     every_second = estimate(ac={"mode": "full", "freq": 2})
     kept = LAYERS // 2 * TOKENS * (SAVED_EAGER + 2 * HIDDEN)
     assert every_second.parts["activations"] - kept <= 2 * TOKENS * HIDDEN * 2
@@ -114,12 +118,26 @@ def test_shares_of_a_row_are_shares_of_the_activations():
     assert half.parts["activations"] * 2 == whole.parts["activations"]
 
 
-def test_the_table_adds_up():
-    found = estimate()
-    first, *rows = found.lines()
-    assert first.startswith("memory: about ")
-    assert len(rows) == sum(bool(size) for size in found.parts.values())
-    assert found.total == sum(found.parts.values())
+def test_moments_of_adapters_on_the_host_have_small_slots():
+    """Frozen matrices are larger, and have none."""
+    model = meta_model()
+    model.requires_grad_(False)
+    model.blocks[0].get_submodule("self_attn.k_proj").requires_grad_()
+    config = ModelConfig.model_validate({"arch": ARCH, "init": {}, "optim_cpu_offload": True})
+    found = estimate_memory(config, model, RankShape(rows=ROWS, seq_len=SEQ_LEN, grad_accum_steps=1))
+    assert found.parts["optimizer moments"] == NUM_SLOTS * 2 * 4 * (HIDDEN * HIDDEN // 2)
+
+
+@pytest.mark.parametrize(("size", "shown"), [(2**29, "1.5 GiB"), (2**19, "1.5 MiB")])
+def test_the_table_adds_up(size, shown):
+    found = MemoryEstimate(moment="in the head", parts={"weights": size, "none": 0, "rest": 2 * size})
+    unit = shown[-3:]
+    assert found.total == 3 * size
+    assert found.lines() == [
+        f"memory: about {shown} on each GPU, most of it in the head",
+        f"memory:   weights      0.50 {unit}",
+        f"memory:   rest         1.00 {unit}",
+    ]
 
 
 def test_fused_tensors_take_no_memory():
