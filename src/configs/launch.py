@@ -1,5 +1,6 @@
 """`[run]`, `[deployment]` and `[slurm]`: where a run lies and which processes it gets, and from whom."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -99,6 +100,20 @@ class MultiNodeConfig(WorkersConfig):
 DeploymentConfig = Annotated[SingleNodeConfig | MultiNodeConfig, Field(discriminator="type")]
 
 
+def _limit_seconds(time: str) -> int | None:
+    """A time limit as sbatch reads it: minutes[:seconds], hours:minutes:seconds, or days-hours[:minutes[:seconds]]; 0
+    is none. None for that and for what this does not know."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if match is None:
+        return None
+    days, *parts = match.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    if days is None and len(numbers) < 3:
+        numbers.insert(0, 0)
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds or None
+
+
 class SlurmConfig(BaseConfig):
     """`[slurm]`: submit the run as a SLURM job instead of starting it here."""
 
@@ -129,7 +144,7 @@ class SlurmConfig(BaseConfig):
     requeue: bool = False
     """When the time limit or a preemption stops the job, queue it again; it goes on from its newest checkpoint."""
 
-    signal_seconds: int = Field(default=120, ge=10)
+    signal_seconds: int = Field(default=120, ge=10, le=65535)
     """So long before the time limit the run is asked to stop: it ends its step and writes a checkpoint."""
 
     sbatch_args: list[str] = Field(default_factory=list)
@@ -146,8 +161,15 @@ class SlurmConfig(BaseConfig):
             # A line end would begin an option, or a command, of its own in the script.
             if not text.isprintable():
                 faults.append(Fault(key=key, message="holds line ends or other control characters"))
-            elif key == "sbatch_args" and not text.startswith("-"):
-                faults.append(Fault(key=key, message=f'"{text}" is no option: write it as "--name=value"'))
+            elif key == "sbatch_args" and re.match(r"-[^\s=]+(=|$)", text) is None:
+                faults.append(Fault(key=key, message=f'"{text}" is not one option: write it as "--name=value"'))
+        seconds = None if self.time is None else _limit_seconds(self.time)
+        if seconds is not None and seconds <= self.signal_seconds:
+            message = (
+                f'time = "{self.time}" is {seconds} s, so the run would be asked to stop as soon as it begins: give it '
+                f"less than that, 10 at least"
+            )
+            faults.append(Fault(key="signal_seconds", message=message))
         for key, text in [*lines, ("pre_run_command", self.pre_run_command or "")]:
             if has_secret(text):
                 message = "holds a secret, and would be written into config and script: jobs inherit the environment"

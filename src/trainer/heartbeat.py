@@ -98,8 +98,12 @@ class Heartbeat:
         if self._file is None:
             return
         line = f'{{"number": {self._number}, "step": {self._step}, "phase": "{phase}", "time": {now:.3f}}}'
-        with suppress(OSError):
+        try:
             os.pwrite(self._file, line.encode().ljust(_SIZE - 1) + b"\n", 0)
+        except OSError:
+            # An old sign would say that the rank does not move.
+            with suppress(OSError):
+                os.ftruncate(self._file, 0)
 
     def before(self, action: Callable[[], bool], phase: Phase) -> Callable[[], bool]:
         """The action, and a sign before it each time: for units of long work."""

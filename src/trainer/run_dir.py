@@ -26,6 +26,9 @@ JOB_SCRIPT = Path(JOB_FOLDER) / "sft.sbatch"
 JOB_RECORD = Path(JOB_FOLDER) / "submitted.json"
 """The newest job that was queued for the run."""
 
+_DRY_RUN = "dry_run"
+"""Folder of what a dry run writes where it must not take the place of what others read."""
+
 _OF_A_JOB = {"clean": False, "dry_run": False}
 """In the config that a job reads, at each start: what is to be deleted was deleted when it was submitted."""
 
@@ -143,7 +146,7 @@ def write_dry_job(config: SFTConfig, script: str) -> tuple[Path, Path]:
 
 def _write_dry_run(run_dir: Path, content: SFTConfig | str, file: Path) -> Path:
     is_taken = is_used(run_dir) or (run_dir / JOB_RECORD).exists()
-    path = run_dir / file.parent / ("dry_run" if is_taken else "") / file.name
+    path = run_dir / file.parent / (_DRY_RUN if is_taken else "") / file.name
     try:
         if isinstance(content, str):
             write_whole(path, content.encode())
@@ -218,7 +221,7 @@ def is_used(run_dir: Path) -> bool:
     if any(entry.name not in (LOCK_NAME, "configs", JOB_FOLDER) for entry in run_dir.iterdir()):
         return True
     configs = run_dir / "configs"
-    return configs.is_dir() and any(entry.name != "sft.json" for entry in configs.iterdir())
+    return configs.is_dir() and any(entry.name not in (RUN_CONFIG.name, _DRY_RUN) for entry in configs.iterdir())
 
 
 def _clean(run_dir: Path) -> None:

@@ -16,6 +16,9 @@ SLOW_PHASE_SECONDS = 1800.0
 Ranks that wait for another one meanwhile are ended by their collective's own time-out."""
 
 _LOOK_SECONDS = 0.5
+_PAUSE_SECONDS = 60.0
+"""When this process could not look for so long it was suspended, by SLURM for one, and the ranks may have been too."""
+
 _ANSWER_SECONDS = 5.0
 """A rank that has not written its dump by then will not."""
 
@@ -59,11 +62,13 @@ class Watchdog:
         now = self._clock()
         if now - self._looked < _LOOK_SECONDS:
             return False
+        if now - self._looked > _PAUSE_SECONDS:
+            self._moved += now - self._looked
         self._looked = now
-        for rank, beat in self._read(self._ranks).items():
-            if rank not in self._beats or beat.number != self._beats[rank].number:
-                self._moved = now
-            self._beats[rank] = beat
+        before, self._beats = self._beats, self._read(self._ranks)
+        # Files that are gone, or cannot be written, say nothing of the ranks.
+        if any(rank not in before or beat.number != before[rank].number for rank, beat in self._beats.items()):
+            self._moved = now
         return bool(self._beats) and now - self._moved > self._patience()
 
     def _patience(self) -> float:

@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -40,12 +41,25 @@ def webhook_url(config: WebhookConfig) -> str:
     if not url:
         message = f"the environment variable {config.url_variable} is not set: it holds the URL"
         raise ConfigError.one("monitors.webhook.url_variable", message)
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if not _is_address(url):
         # Not the value: it may be a secret that was put into the wrong variable.
-        message = f"the environment variable {config.url_variable} holds no URL that begins with https:// or http://"
+        message = (
+            f"the environment variable {config.url_variable} holds no URL that begins with https:// or http://, "
+            "without spaces or a login"
+        )
         raise ConfigError.one("monitors.webhook.url_variable", message)
     return url
+
+
+def _is_address(url: str) -> bool:
+    """Whether requests can be sent to it: what http.client refuses, it repeats in its message."""
+    try:
+        parts = urlsplit(url)
+        is_sound = parts.port is None or parts.port > 0
+    except ValueError:
+        return False
+    is_plain = url.isascii() and url.isprintable() and " " not in url and "@" not in parts.netloc
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and is_sound and is_plain
 
 
 @contextmanager
@@ -141,10 +155,12 @@ class Webhook:
         try:
             with urllib.request.urlopen(request, timeout=_SECONDS):
                 pass
-        except (OSError, ValueError) as error:  # of connections, answers, and what is no HTTP
+        except (OSError, ValueError, HTTPException) as error:  # of connections, answers, and what is no HTTP
             if not self._failed:
                 self._failed = True
-                why = first_line(error).replace(self._url, "***")
+                why = first_line(error)
+                for secret in (self._url, urlsplit(self._url).path.strip("/")):
+                    why = why.replace(secret, "***") if secret else why
                 self._say(f"the webhook got no message, the run goes on without: {why}")
 
 

@@ -37,10 +37,13 @@ def submit(script: Path, run_dir: Path) -> str:
     """Queue the script; gives the job's id and leaves word of it in the run directory.
 
     Raises:
-        RunError: sbatch refuses it.
+        RunError: sbatch refuses it, or cannot be started.
     """
     command = submit_command(script)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise RunError(f"{shlex.join(command)}: {error.strerror}") from error
     if done.returncode != 0:
         raise RunError(f"{shlex.join(command)}: {(done.stderr or done.stdout).strip() or 'failed without a word'}")
     job_id, _, cluster = done.stdout.strip().partition(";")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import ChoiceLoader, FileSystemLoader, StrictUndefined, TemplateError, TemplateNotFound, TemplateSyntaxError
+from jinja2 import ChoiceLoader, FileSystemLoader, StrictUndefined, TemplateNotFound, TemplateSyntaxError
 from jinja2.sandbox import SandboxedEnvironment
 
 from configs.errors import ConfigError
@@ -46,7 +46,7 @@ def render_template(path: Path | None, name: str, variables: Mapping[str, Any]) 
         raise ConfigError.one(_KEY, f"{error.filename or template}, line {error.lineno}: {error.message}") from error
     except TemplateNotFound as error:
         raise ConfigError.one(_KEY, f"{template}: there is no template {error.name} to include") from error
-    except (TemplateError, UnicodeDecodeError, OSError, TypeError, ValueError, ArithmeticError) as error:
+    except Exception as error:  # a template is a program: it can fail in every way
         raise ConfigError.one(_KEY, f"{template}: {error}") from error
     if not script.startswith("#!"):
         raise ConfigError.one(
@@ -64,4 +64,4 @@ def shell_fault(script: str) -> str | None:
     if bash is None:
         return None
     done = subprocess.run([bash, "-n"], input=script, capture_output=True, text=True, check=False)
-    return None if done.returncode == 0 else done.stderr.strip()
+    return None if done.returncode == 0 else "; ".join(done.stderr.strip().split("\n"))

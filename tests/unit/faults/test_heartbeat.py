@@ -1,8 +1,11 @@
 """What a rank says of itself, and what the launcher reads."""
 
+import errno
 import json
 import os
 from pathlib import Path
+
+import pytest
 
 from trainer.heartbeat import Heartbeat, Phase, read_beat
 
@@ -52,3 +55,19 @@ def test_units_of_long_work_sign(tmp_path: Path) -> None:
     assert [leave(), leave()] == [True, True]
     beat = read_beat(path)
     assert beat is not None and (beat.number, beat.phase) == (3, Phase.VALIDATION)
+
+
+def test_a_sign_that_cannot_be_written_leaves_no_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rank_0.heartbeat"
+    heartbeat = Heartbeat(path)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "pwrite", full)
+        heartbeat.beat(Phase.DATA, 3)
+    assert read_beat(path) is None
+    heartbeat.beat(Phase.OPTIMIZER)
+    beat = read_beat(path)
+    assert beat is not None and (beat.number, str(beat)) == (3, "step 3, optimizer")

@@ -53,9 +53,32 @@ def test_one_rank_in_a_long_phase_gives_all_more_time(tmp_path: Path, phase: Pha
     heartbeats[1].beat(phase, 1)
     clock.now += 1
     assert not watchdog.is_stuck()
-    clock.now += SLOW_PHASE_SECONDS + 9
-    assert not watchdog.is_stuck()
+    for _ in range(int(SLOW_PHASE_SECONDS + 9)):
+        clock.now += 1
+        assert not watchdog.is_stuck()
     clock.now += 2
+    assert watchdog.is_stuck()
+
+
+def test_heartbeats_that_are_gone_are_no_hang(tmp_path: Path) -> None:
+    _, watchdog, clock = start(tmp_path)
+    clock.now += 1
+    assert not watchdog.is_stuck()
+    for rank in range(2):
+        rank_heartbeat(tmp_path, 0, rank).unlink()
+    clock.now += 50
+    assert not watchdog.is_stuck()
+
+
+def test_the_time_in_which_nobody_could_look_does_not_count(tmp_path: Path) -> None:
+    heartbeats, watchdog, clock = start(tmp_path)
+    for heartbeat in heartbeats:
+        heartbeat.beat(Phase.FORWARD_BACKWARD, 1)
+    clock.now += 1
+    assert not watchdog.is_stuck()
+    clock.now += 3600
+    assert not watchdog.is_stuck()
+    clock.now += 11
     assert watchdog.is_stuck()
 
 

@@ -19,6 +19,8 @@ from trainer.monitors import check_monitors
 from trainer.run import rank_heartbeat
 from trainer.webhook import _shortened, told
 
+NO_URL = "the environment variable HOOK holds no URL that begins with https:// or http://, without spaces or a login"
+
 
 class Server(ThreadingHTTPServer):
     """Keeps what is posted to it."""
@@ -129,12 +131,39 @@ def test_an_address_that_does_not_answer_holds_up_nothing_but_the_end(
     assert len(said) == 1 and "timed out" in said[0] and "s3cr3t" not in said[0]
 
 
+def test_a_server_that_does_not_speak_http_is_said_once(
+    heartbeat: Heartbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import socket
+
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as mail:
+
+        def answer() -> None:
+            for _ in range(2):
+                connection, _ = mail.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(b"220 mail, not s3cr3t-path\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        monkeypatch.setenv("ONELOOP_WEBHOOK_URL", f"http://127.0.0.1:{mail.getsockname()[1]}/s3cr3t-path")
+        with told(WebhookConfig(), tmp_path / "one", 2, said.append):
+            pass
+    assert said == ["the webhook got no message, the run goes on without: 220 mail, not ***"]
+
+
 @pytest.mark.parametrize(
     ("value", "fault"),
     [
         ("", "the environment variable HOOK is not set: it holds the URL"),
-        ("hunter2secret", "the environment variable HOOK holds no URL that begins with https:// or http://"),
-        ("file:///etc/passwd", "the environment variable HOOK holds no URL that begins with https:// or http://"),
+        ("hunter2secret", NO_URL),
+        ("file:///etc/passwd", NO_URL),
+        ("https://host/s3cr3t path", NO_URL),
+        ("https://user:s3cr3t@host/", NO_URL),
+        ("https://host:s3cr3t/", NO_URL),
+        ("https://[::1/", NO_URL),
+        ("https://höst/", NO_URL),
     ],
 )
 def test_without_an_address_nothing_is_started(monkeypatch: pytest.MonkeyPatch, value: str, fault: str) -> None:

@@ -218,6 +218,7 @@ def test_a_failing_pre_run_command_ends_the_job(
         ("#!/bin/bash\n{% if %}\n", "own.j2, line 2: Expected an expression, got 'end of statement block'"),
         ("#!/bin/bash\n{{ gpus }}\n", "own.j2: 'gpus' is undefined"),
         ("#!/bin/bash\n{{ num_nodes / 0 }}\n", "own.j2: division by zero"),
+        ('#!/bin/bash\n{% include "own.j2" %}\n', "own.j2: maximum recursion depth exceeded"),
         ('#!/bin/bash\n{% include "none.j2" %}\n', "own.j2: there is no template none.j2 to include"),
         ("{{ run_dir.__class__.__mro__ }}", "own.j2: access to attribute '__class__' of 'str' object is unsafe."),
         ("\n#!/bin/bash\n", "own.j2: the script has to begin with"),

@@ -1,6 +1,7 @@
 """`sft` with [slurm]: what is checked, written and submitted, and what a second start makes of a job in the queue."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ import pytest
 
 from configs.cli import resolve
 from configs.errors import ConfigError
-from configs.launch import SlurmConfig
+from configs.launch import SlurmConfig, _limit_seconds
 from configs.sft import SFTConfig
+from trainer.run_dir import is_used
 from trainer.sft import run_sft
 
 _TOML = """
@@ -120,6 +122,7 @@ def test_a_job_is_submitted_once(sft: Any, run_dir: Path, fake_slurm: Path) -> N
         "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
     )
     assert {"configs/dry_run/sft.json", "slurm/dry_run/sft.sbatch"} < set(files_of(run_dir))
+    assert not is_used(run_dir)  # or the job would not start
 
 
 def test_clean_is_done_when_the_job_is_submitted(sft: Any, run_dir: Path, fake_slurm: Path) -> None:
@@ -153,6 +156,12 @@ def test_what_sbatch_says_is_shown(sft: Any, run_dir: Path, fake_slurm: Path) ->
     assert code == 1
     assert lines[-1] == f"sbatch --parsable {script}: sbatch: error: invalid partition specified: gpu"
     (fake_slurm / "refuse").unlink()
+    program = Path(shutil.which("sbatch") or "")
+    content = program.read_text()
+    program.write_text("#!/no/such/python\n")
+    code, lines = sft()
+    assert code == 1 and lines[-1] == f"sbatch --parsable {script}: No such file or directory"
+    program.write_text(content)
     assert sft()[0] == 0  # nothing stands in the way of trying again
 
 
@@ -179,10 +188,13 @@ def test_what_a_job_alone_cannot_do(sft: Any, run_dir: Path, fake_slurm: Path) -
     ("arguments", "key", "message"),
     [
         (["--slurm.job-name", "a\n#SBATCH --uid=0"], "slurm.job_name", "holds line ends or other control characters"),
-        (["--slurm.sbatch-args", '["--qos=a", "b"]'], "slurm.sbatch_args", '"b" is no option'),
+        (["--slurm.sbatch-args", '["--qos=a", "b"]'], "slurm.sbatch_args", '"b" is not one option'),
+        (["--slurm.sbatch-args", '["-p gpu"]'], "slurm.sbatch_args", '"-p gpu" is not one option'),
         (["--slurm.pre-run-command", "export HF_TOKEN=hf_abc"], "slurm.pre_run_command", "holds a secret"),
         (["--slurm.sbatch-args", '["--export=ALL,WANDB_API_KEY=abc"]'], "slurm.sbatch_args", "holds a secret"),
         (["--slurm.signal-seconds", "5"], "slurm.signal_seconds", "10"),
+        (["--slurm.signal-seconds", "65536"], "slurm.signal_seconds", "65535"),
+        (["--slurm.time", "2"], "slurm.signal_seconds", 'time = "2" is 120 s'),
         (["--no-slurm"], "deployment.type", '"multi_node" needs [slurm]'),
         (ONE_NODE, "deployment.num_train_gpus", "is missing"),
         ([*ONE_NODE, "--max-steps", "0"], "deployment.num_train_gpus", "is missing"),
@@ -200,6 +212,23 @@ def test_faults_of_the_config(argv: list[str], arguments: list[str], key: str, m
     with pytest.raises(ConfigError) as caught:
         resolve([*argv, *arguments], SFTConfig, "sft")
     assert any(fault.key == key and message in fault.message for fault in caught.value.faults), caught.value.faults
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("30", 1800),
+        ("30:05", 1805),
+        ("1:00:05", 3605),
+        ("1-2", 26 * 3600),
+        ("1-2:03", 26 * 3600 + 180),
+        ("1-02:03:04", 26 * 3600 + 184),
+        ("0", None),
+        ("UNLIMITED", None),
+    ],
+)
+def test_time_limits_are_read_as_sbatch_reads_them(time: str, seconds: int | None) -> None:
+    assert _limit_seconds(time) == seconds
 
 
 def test_a_run_that_is_started_again_has_a_name(argv: list[str]) -> None:
