@@ -24,7 +24,9 @@ from configs.model import ModelConfig
 from models.base import CausalLM
 from models.batch import IGNORE_INDEX, Batch
 from models.init import init_weights
+from models.layers.context_parallel import ring
 from models.layers.context_parallel.base import ContextParallel
+from models.layers.context_parallel.parts import Kernel, choose_kernel
 from models.layers.context_parallel.ring import Ring
 from models.layers.context_parallel.ulysses import Ulysses
 from models.registry import build_config, build_model
@@ -133,6 +135,22 @@ def models_alone(parallel: ContextParallel) -> Iterator[Case]:
     for mode in ("full", "selective"):
         shared.apply_activation_checkpointing(mode, 1)
         yield mode, added_up(measure(shared, batch), parallel.group), expected
+
+
+def kernels_of_ring(parallel: Ring) -> None:
+    """Kernels that know no documents are for rows that are one document each."""
+    model, asked = make_model({}), []
+    model.share_rows(parallel)
+
+    def watch(*heads: Tensor, whole_rows: bool) -> Kernel:
+        asked.append(whole_rows)
+        return choose_kernel(*heads, whole_rows=whole_rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "choose_kernel", watch)
+        for name in ("packed", "whole rows"):
+            logits_of(model, BATCHES[name])
+    assert asked == [False, False, True, True]  # of two layers each
 
 
 def compiled(parallel: ContextParallel) -> Iterator[Case]:
@@ -254,10 +272,12 @@ def run_rank(rank: int, out: str, shards: Path, port: str) -> None:
         for style, parallel in {"ulysses": Ulysses(here.cp_group), "ring": Ring(here.cp_group)}.items():
             found = [*models_alone(parallel), *recurrence(parallel)]
             if here is mesh and mesh.dp_rank == 0:
+                if isinstance(parallel, Ring):
+                    kernels_of_ring(parallel)
                 found += compiled(parallel)  # costly, and one group of ranks is enough
             of_step, of_round = whole_run(here, style, chats, shards)
             found += [("step", of_step, step), ("validation", of_round, metrics)]
-            cases += [(f"{style}, {here.cp_size} ranks: {name}", *pair) for name, *pair in found]
+            cases += [(f"{style}, {here.cp_size} ranks: {name}", ours, alone) for name, ours, alone in found]
     if mesh.rank == 0:
         torch.save(cases, out)
     dist.destroy_process_group()

@@ -35,7 +35,7 @@ class DropoutKeys:
         """Set all keys for the forward and backward pass about to run.
 
         Args:
-            place: what tells it from all others, such as step, data rank and micro-batch.
+            place: what tells it from all others, such as step, rank and micro-batch.
         """
         text = "/".join(str(number) for number in (self._seed, *place))
         key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")

@@ -201,13 +201,17 @@ class ActivationOffload:
 
 
 def storage_addresses(values: Any) -> set[int]:
-    """Addresses of the storages of all tensors in `values`: tensors, sequences and mappings of them, and the
-    attributes of plain objects."""
+    """Addresses of the storages of all tensors in `values`; see `tensors_in`."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors_in(values)}
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors in arguments: as they are, in lists, tuples and dicts, or attributes of plain objects."""
     if isinstance(values, Tensor):
-        return {values.untyped_storage().data_ptr()}
+        return [values]
     if isinstance(values, dict):
-        return storage_addresses(list(values.values()))
+        values = list(values.values())
     if isinstance(values, (list, tuple)):
-        return set().union(*(storage_addresses(value) for value in values))
+        return [tensor for value in values for tensor in tensors_in(value)]
     attributes = vars(values) if hasattr(values, "__dict__") and not isinstance(values, type) else {}
-    return {value.untyped_storage().data_ptr() for value in attributes.values() if isinstance(value, Tensor)}
+    return [value for value in attributes.values() if isinstance(value, Tensor)]

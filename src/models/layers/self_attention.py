@@ -51,7 +51,7 @@ class SequenceContext(DocumentContext):
         """
         if self.parallel is None:
             return attend(query, key, value, self)
-        return self.parallel.attend(query, key, value, self, None)
+        return self.parallel.attend(query, key, value, self)
 
 
 class Attention(nn.Module):

@@ -23,6 +23,7 @@ from models.base import CausalLM
 from models.batch import Batch, Segments
 from models.layers.block import BlockRunner
 from models.layers.norm import RMSNorm
+from models.layers.offload import tensors_in
 from models.layers.outline import norm_outline
 from trainer.memory.graph import extra_bytes
 
@@ -59,7 +60,7 @@ def measure_block(model: CausalLM, index: int, *, rows: int, seq_len: int, compi
     hidden, others = args[0].detach().requires_grad_(), (*args[1:], kwargs)
     trace = _compiled_trace if compiled else _eager_trace
     saved, forward, backward = trace(block, runner, hidden, args[1:], kwargs)
-    context = {id(tensor): tensor.nbytes for tensor in _tensors(others)}
+    context = {id(tensor): tensor.nbytes for tensor in tensors_in(others)}
     return BlockMemory(saved=saved, forward=forward, backward=backward, context=sum(context.values()))
 
 
@@ -109,18 +110,6 @@ def _arguments(model: CausalLM, block: nn.Module, batch: Batch) -> tuple[tuple[A
     raise AssertionError("the model does not call its block")
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    """Tensors among arguments: as they are, in containers, or attributes of plain objects."""
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = list(values.values())
-    if isinstance(values, (list, tuple)):
-        return [tensor for value in values for tensor in _tensors(value)]
-    attributes = vars(values) if hasattr(values, "__dict__") and not isinstance(values, type) else {}
-    return [value for value in attributes.values() if isinstance(value, Tensor)]
-
-
 class _LiveBytes(TorchDispatchMode):
     """Counts the storages that are alive of those made under it."""
 
@@ -160,7 +149,7 @@ def _eager_trace(
         if isinstance(module, RMSNorm):
             # One kernel on CUDA; the meta device would take it apart, and each part would save its input.
             module.forward = _fused_norm(module)  # pyright: ignore[reportAttributeAccessIssue]
-    known = [*block.parameters(), hidden, *_tensors((args, kwargs))]
+    known = [*block.parameters(), hidden, *tensors_in((args, kwargs))]
     with _LiveBytes(known) as live:
         output = runner(hidden, *args, **kwargs)
         output = output[0] if isinstance(output, tuple) else output
@@ -202,7 +191,7 @@ def _compiled_trace(
         partition_fn=partition,
         decompositions=cast(Any, select_decomp_table),
     )
-    kept = {parameter.untyped_storage()._cdata for parameter in [*block.parameters(), *_tensors((args, kwargs))]}
+    kept = {parameter.untyped_storage()._cdata for parameter in [*block.parameters(), *tensors_in((args, kwargs))]}
     saved: dict[int, tuple[int, torch.UntypedStorage]] = {}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -63,9 +63,7 @@ class ContextParallel(ABC):
         return self._join(shares)
 
     @abstractmethod
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, context: DocumentContext, scale: float | None
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: DocumentContext) -> Tensor:
         """Causal attention inside the documents of the whole rows; see models.layers.attention.attend.
 
         Args:
@@ -73,7 +71,6 @@ class ContextParallel(ABC):
             key: (rows, seq_len / size, kv heads, head_dim), likewise.
             value: likewise.
             context: of the whole rows.
-            scale: factor of the scores; None is head_dim ** -0.5.
 
         Returns:
             (rows, seq_len / size, heads, head_dim)

@@ -35,13 +35,10 @@ class Ring(ContextParallel):
         # NCCL wants all ranks in a group's first communication; swaps of keys leave out ranks without any.
         dist.barrier(group)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, context: DocumentContext, scale: float | None
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: DocumentContext) -> Tensor:
         """See ContextParallel.attend."""
-        scale = query.size(-1) ** -0.5 if scale is None else scale
         borders = context.cu_seqlens, context.host_cu_seqlens
-        return ring_attention(query, key, value, *borders, scale, self.group_name)[0]
+        return ring_attention(query, key, value, *borders, query.size(-1) ** -0.5, self.group_name)[0]
 
 
 @dataclass(frozen=True, kw_only=True)

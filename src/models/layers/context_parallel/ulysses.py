@@ -28,9 +28,7 @@ class Ulysses(ContextParallel):
         """
         super().__init__(group, range(dist.get_world_size(group)))
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, context: DocumentContext, scale: float | None
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: DocumentContext) -> Tensor:
         """See ContextParallel.attend. The numbers of heads must fit; see `heads_fit`."""
         copies = max(1, self.size // key.size(2))
         if copies > 1:
@@ -39,4 +37,4 @@ class Ulysses(ContextParallel):
         by_rank = [heads.unflatten(2, (self.size, -1)) for heads in (query, key, value)]
         widths = [heads.size(3) for heads in by_rank]
         query, key, value = self.to_heads(torch.cat(by_rank, dim=3).flatten(2, 3)).split(widths, dim=2)
-        return self.to_rows(attend(query, key, value, context, scale=scale))
+        return self.to_rows(attend(query, key, value, context))
