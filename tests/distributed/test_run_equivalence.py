@@ -8,6 +8,11 @@ from torch import Tensor
 
 from trainer.parallel.checksum import parameter_checksum
 
+COUNTS = [f"progress/num_{counted}" for counted in ("samples", "tokens", "loss_tokens", "padding_tokens")]
+
+AS_OF_20_STEPS = ["--scheduler.decay-steps", "0"]
+"""With these, 10 steps are the first 10 of the 20, in whose second half the rate falls."""
+
 
 def assert_bit_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert a.keys() == b.keys()
@@ -52,13 +57,10 @@ def test_resume_is_bit_equal(runner, reference):
     assert_bit_equal(resumed.tensors(20), reference.tensors(20))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "options"), [(2, ["--model.defer-grad-sync"]), (4, ["--no-model.reshard-after-forward"])]
-)
-def test_other_numbers_of_ranks(runner, reference, ranks, options):
-    """Field cases R13, R62, R104: loss 1e-6, weights after 10 steps 1e-5, held-out bpb 1e-6; the rows are the same."""
-    other = runner.run(runner.config(f"ranks_{ranks}", steps=20), *options, ranks=ranks)
-    assert other.column("digest/rows") == reference.column("digest/rows")
+def assert_same_ten_steps(other, reference):
+    """Loss 1e-6, weights after 10 steps 1e-5, held-out bpb 1e-6; rows and counts are the same."""
+    for name in ("digest/rows", *COUNTS):
+        assert other.column(name)[:10] == reference.column(name)[:10], name
     assert other.column("loss/mean")[:10] == pytest.approx(reference.column("loss/mean")[:10], rel=1e-6)
     assert other.column("optim/grad_norm")[:10] == pytest.approx(reference.column("optim/grad_norm")[:10], rel=1e-5)
     assert_close_weights(other.tensors(10), reference.tensors(10), 1e-5)
@@ -67,16 +69,51 @@ def test_other_numbers_of_ranks(runner, reference, ranks, options):
         assert other.metrics[10][name] == pytest.approx(reference.metrics[10][name], rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "options", "workers"),
+    [
+        (2, ["--model.defer-grad-sync"], "2 workers"),
+        (
+            4,
+            [
+                *("--model.dp-replicate", "2", "--model.defer-replicate-sync", "--model.ac.mode", "full"),
+                *("--no-model.reshard-after-forward", "--data.micro-batch-size", "1"),
+            ],
+            "4 workers (2 replicas x 2 shards)",
+        ),
+    ],
+)
+def test_other_numbers_of_ranks(runner, reference, ranks, options, workers):
+    """Field cases R13, R62, R104: FSDP, and replicas of it."""
+    other = runner.run(runner.config(f"ranks_{ranks}", steps=10), *options, *AS_OF_20_STEPS, ranks=ranks)
+    assert f"plan: {workers}, 2 micro-batches per worker and step" in other.output
+    assert_same_ten_steps(other, reference)
+
+
+def test_shared_rows_then_one_rank(runner, reference):
+    """Field cases R62, R108: two replicas of two ranks that share each row; then one rank goes on with theirs."""
+    options = ["--model.dp-replicate", "2", "--model.cp", "2", "--model.cp-style", "ring"]
+    other = runner.run(runner.config("shared", steps=10), *options, *AS_OF_20_STEPS, ranks=4)
+    assert "plan: 4 workers (2 replicas x 2 shares of a row), 2 micro-batches per worker and step" in other.output
+    assert_same_ten_steps(other, reference)
+    resumed = runner.run(runner.config("shared_no_more"), "--resume.dir", other.dir)
+    assert resumed.column("digest/rows") == reference.column("digest/rows")[10:]
+    assert resumed.column("loss/mean") == pytest.approx(reference.column("loss/mean")[10:], rel=1e-5)
+    assert_close_weights(resumed.tensors(20), reference.tensors(20), 1e-4)
+
+
 def test_resume_on_other_ranks_and_micro_batches(runner, reference):
-    """Field case R62: the same rows, and weights to the tolerance of fp32."""
+    """Field cases R62, R108: the same rows, and weights to the tolerance of fp32, on two ranks that share them."""
     config = runner.config("resumed_on_2")
     resumed = runner.run(
         config,
         *("--resume.dir", reference.dir, "--resume.step", "10"),
         *("--data.micro-batch-size", "4", "--val.micro-batch-tokens", "64", "--model.ac.mode", "selective"),
+        *("--model.cp", "2"),
         ranks=2,
     )
-    assert resumed.column("digest/rows") == reference.column("digest/rows")[10:]
+    for name in ("digest/rows", *COUNTS):
+        assert resumed.column(name) == reference.column(name)[10:], name
     assert resumed.column("loss/mean") == pytest.approx(reference.column("loss/mean")[10:], rel=1e-5)
     assert_close_weights(resumed.tensors(20), reference.tensors(20), 1e-4)
     assert resumed.metrics[20]["val/held/bpb@32"] == pytest.approx(reference.metrics[20]["val/held/bpb@32"], rel=1e-5)

@@ -378,3 +378,11 @@ def test_utilisation_counts_matrices_and_the_attention_really_done(bench: Bench,
         assert record["perf/mfu"] == pytest.approx(100 * flops / record["time/step"] / 1e9)
         with_norms = matrices + 3 * width
         assert record["perf/mfu_6dn"] == pytest.approx(100 * 6 * with_norms * tokens / record["time/step"] / 1e9)
+
+
+def test_replicas_that_differ_end_the_run(bench: Bench, monkeypatch) -> None:
+    """At the step whose checksum shows it; of the others nothing is compared."""
+    monkeypatch.setattr("trainer.report.read_checksum", lambda sums, mesh: None)
+    trainer = bench.trainer(bench.config("differing", max_steps=6, log={"checksum_interval": 4}))
+    with pytest.raises(RunError, match=r"^the replicas' weights differ after step 4: "):
+        bench.run(trainer)

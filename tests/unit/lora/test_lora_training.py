@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from configs.errors import ConfigError
 from configs.model import ModelConfig
 from configs.sft import SFTConfig
 from models.hf_config import read_config
+from models.layers.dropout import DropoutKeys
 from models.lora import is_adapter
 from trainer.checkpoint.manifest import read_checkpoint
 from trainer.micro_batch import run_micro_batches
@@ -48,6 +50,22 @@ def test_frozen_weights_cost_their_compute_dtype_only(base_folder: Path) -> None
         parameter.untyped_storage().data_ptr() for parameter in model.parameters() if not parameter.requires_grad
     }
     assert storages == {tensor.untyped_storage().data_ptr() for tensor in grad_sync.frozen.values()}
+
+
+def test_ranks_that_share_rows_draw_masks_of_their_own(
+    base_folder: Path, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelConfig.model_validate({"name": str(base_folder), "lora": {"rank": 4, "dropout": 0.1}})
+    model, grad_sync = build_parallel_model(config, read_config(base_folder), seq_len=16, mesh=MESH)
+    set_first_weights(config, model, grad_sync, MESH, folder=base_folder)
+    drawn: list[tuple[int, ...]] = []
+    real = DropoutKeys.draw
+    monkeypatch.setattr(DropoutKeys, "draw", lambda keys, *place: (drawn.append(place), real(keys, *place))[1])
+    batches = [make_batch([[16]], seed=seed) for seed in range(2)]
+    for rank in (2, 3):
+        sharing = replace(MESH, rank=rank, dp_rank=1, cp_rank=rank - 2, cp_size=2)
+        run_micro_batches(model, batches, 16, grad_sync, sharing, step=5)
+    assert drawn == [(5, 2, 0), (5, 2, 1), (5, 3, 0), (5, 3, 1)]
 
 
 def test_three_steps_leave_the_base_as_it_was(base_folder: Path, make_batch: Any) -> None:

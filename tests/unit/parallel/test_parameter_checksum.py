@@ -1,5 +1,6 @@
 """The parameters' checksum against the same arithmetic on Python's whole numbers, and what it must notice."""
 
+from dataclasses import replace
 from hashlib import blake2b
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor
 
 from trainer.parallel import checksum as room
-from trainer.parallel.checksum import parameter_checksum
+from trainer.parallel.checksum import checksum_sums, parameter_checksum, read_checksum
+from trainer.parallel.mesh import Mesh, one_rank_mesh
 
 _WORD = 2**64
 
@@ -78,3 +80,27 @@ def test_notices_every_kind_of_difference() -> None:
     ]
     assert len({_checksum(kind) for kind in kinds}) == len(kinds)
     assert _checksum({"v": torch.ones(2), "w": values.clone()}) == _checksum(kinds[0]), "the order of names is nothing"
+
+
+def _mesh(rank: int) -> Mesh:
+    """One of 4 ranks: 2 replicas of 2 shards."""
+    return replace(one_rank_mesh(torch.device("cpu")), rank=rank, world_size=4, dp_replicate=2)
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_replicas_count_once_and_are_compared(differs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = torch.randn(6, 5, generator=torch.Generator().manual_seed(2))
+    other = whole.clone()
+    if differs:
+        other[4, 1] = torch.nextafter(whole[4, 1], torch.tensor(100.0))
+    monkeypatch.setattr(room, "local_range", lambda name, shard: (int(shard.storage_offset()), 0))
+    shards = [*whole.split(4), *other.split(4)]
+    of_ranks = [checksum_sums({"w": shard}, _mesh(rank)) for rank, shard in enumerate(shards)]
+    sums = {name: sum(sums[name].item() for sums in of_ranks) for name in of_ranks[0]}
+    found = read_checksum(sums, _mesh(3))
+    if differs:
+        assert found is None
+    else:
+        assert found is not None
+        low, high = (lane % 2**32 for lane in found)
+        assert low + (high << 32) == _checksum({"w": whole})
