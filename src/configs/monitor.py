@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from configs.base import BaseConfig
+from configs.errors import Fault
 
 
 class WandbConfig(BaseConfig):
@@ -40,11 +41,18 @@ class WandbConfig(BaseConfig):
 class WebhookConfig(BaseConfig):
     """`[monitors.webhook]`: messages about the run to an address of the web, as JSON."""
 
-    url_variable: str = Field(default="ONELOOP_WEBHOOK_URL", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    url_variable: str = "ONELOOP_WEBHOOK_URL"
     """Environment variable with the URL: whoever has it can post, so it stands in no file."""
 
     step_seconds: float | None = Field(default=3600.0, gt=0)
     """Tell the step so often. None: only the start and the end."""
+
+    def table_faults(self) -> list[Fault]:
+        if self.url_variable.isascii() and self.url_variable.isidentifier():
+            return []
+        # Without the value: it may be the URL itself.
+        message = "is no name of an environment variable; the URL stands in the environment, and its name here"
+        return [Fault(key="url_variable", message=message)]
 
 
 class MonitorsConfig(BaseConfig):

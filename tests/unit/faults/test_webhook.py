@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from configs.cli import resolve
 from configs.errors import ConfigError
 from configs.monitor import WebhookConfig
 from configs.sft import SFTConfig
@@ -172,6 +173,16 @@ def test_without_an_address_nothing_is_started(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(ConfigError) as caught:
         check_monitors(SFTConfig.model_validate(values), print)
     assert [(found.key, found.message) for found in caught.value.faults] == [("monitors.webhook.url_variable", fault)]
+
+
+def test_the_url_in_place_of_its_variable_is_refused_and_not_shown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(["--data.type", "fake", "--monitors.webhook.url-variable", "https://h/s3cr3t"], SFTConfig, "sft")
+    faults = [fault for fault in caught.value.faults if fault.key == "monitors.webhook.url_variable"]
+    assert [fault.message for fault in faults] == [
+        "is no name of an environment variable; the URL stands in the environment, and its name here"
+    ]
+    assert "s3cr3t" not in str(caught.value)
 
 
 def test_a_long_reason_keeps_its_begin_and_end() -> None:
