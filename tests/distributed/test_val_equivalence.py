@@ -157,9 +157,14 @@ def test_micro_batches_change_nothing(
     assert_same(result(own), one_rank)
 
 
-@pytest.mark.parametrize(("ranks", "micro_batch_tokens"), [(2, 96), (4, 200)])
-def test_ranks_change_nothing(config: dict[str, Any], one_rank: Any, ranks: int, micro_batch_tokens: int) -> None:
-    """Field cases R104 and R105: dealt to 2 and 4 ranks under FSDP; the same numbers on all of the data."""
+@pytest.mark.parametrize(
+    ("ranks", "micro_batch_tokens", "layout"), [(2, 96, {}), (4, 200, {"dp_replicate": 2, "cp": 2})]
+)
+def test_ranks_change_nothing(
+    config: dict[str, Any], one_rank: Any, ranks: int, micro_batch_tokens: int, layout: dict[str, int]
+) -> None:
+    """Field cases R104, R105, R108: dealt to 2 ranks under FSDP, and to 2 replicas of 2 ranks that share each row; the
+    same numbers on all of the data."""
     own = with_val(config, f"ranks_{ranks}", micro_batch_tokens=micro_batch_tokens)
-    run_command(own, ranks)
+    run_command(own | {"model": own["model"] | layout}, ranks)
     assert_same(result(own), one_rank)
