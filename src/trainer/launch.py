@@ -184,6 +184,7 @@ class _Watch:
         self._hang = ""
         self._said = False
         self._asked: set[int] = set()
+        self._listening: set[int] = set()
         self._gone: dict[int, float] = {}
         self._kill_time: float | None = None
         self._kill_reason = ""
@@ -215,6 +216,7 @@ class _Watch:
         """
         while self._workers.is_alive():
             self._workers.wait(_TICK_SECONDS)
+            self._note_listening()
             self._heed_peers()
             self._heed_signals()
             self._heed_failures()
@@ -291,11 +293,15 @@ class _Watch:
 
     def _ask_all(self) -> None:
         """Ask the workers to stop, once each."""
-        for rank in self._workers.pids():
-            # Before its log exists a worker does not handle signals yet, and would die of one.
-            if rank not in self._asked and rank_log(self._attempt.dir, self._attempt.number, rank).exists():
-                self._asked.add(rank)
-                self._workers.send(rank, signal.SIGTERM)
+        for rank in self._listening - self._asked:
+            self._asked.add(rank)
+            self._workers.send(rank, signal.SIGTERM)
+
+    def _note_listening(self) -> None:
+        """Before its log exists a worker does not handle signals yet, and would die of one. Logs may be moved later."""
+        for rank in self._workers.pids().keys() - self._listening:
+            if rank_log(self._attempt.dir, self._attempt.number, rank).exists():
+                self._listening.add(rank)
 
     def _heed_failures(self) -> None:
         gone = self._workers.find_gone()

@@ -284,6 +284,20 @@ def test_a_signal_lets_workers_stop_by_themselves(run: Callable[..., Attempt], s
     assert sorted(path.name for path in attempt.dir.glob("saved_*")) == ["saved_0", "saved_1"]
 
 
+def test_a_signal_reaches_workers_whose_logs_were_moved(run: Callable[..., Attempt]) -> None:
+    attempt = run(
+        """
+        time.sleep(0.5)  # many looks of the launcher
+        (run.dir / "logs").rename(run.dir / "moved")
+        os.kill(launcher, signal.SIGTERM)
+        wait_for(lambda: run.stop.requested)
+        (run.dir / "saved").touch()
+        """,
+        num_workers=1,
+    )
+    assert (attempt.dir / "saved").exists()
+
+
 def test_a_signal_before_a_worker_handles_it_waits_for_it(
     config: SFTConfig, worker: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
