@@ -113,6 +113,15 @@ def test_only_keys_that_are_met_travel():
     assert [step.received for plan in nothing for step in plan.steps] == [(), ()]
 
 
+def test_neighbouring_rows_that_are_alike_are_one_pair():
+    """One call of a kernel for all of them. That with two documents is alike where keys of rank 1 are met."""
+    (to_0,), (to_1,) = (plan.steps for plan in _plans([[16], [16], [2, 14], [16]], 2))
+    assert [(pair.queries.first_row, pair.queries.num_rows) for pair in to_0.received] == [(0, 4)]
+    assert [(pair.keys.first_row, pair.keys.num_rows) for pair in to_1.received] == [(0, 2), (2, 1), (3, 1)]
+    (whole,), _ = (plan.steps for plan in _plans([[16]] * 5, 2))
+    assert [pair.queries.num_tokens for pair in whole.received] == [5 * 4]
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_borders_on_the_device_are_those_of_the_plan(size):
     rows = ROWS["short documents"]

@@ -42,7 +42,9 @@ def test_times_attended(mode: RecomputeMode | None, forwards: int, monkeypatch: 
     query, key, value = (torch.randn(1, 8, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
 
     def body(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return ring.ring_attention(query.sin(), key, value, borders, borders, 0.5, "none")[0].cos()
+        out, lse = ring.ring_attention(query.sin(), key, value, borders, borders, 0.5, "none")
+        assert not lse.requires_grad
+        return out.cos()
 
     runner = BlockRunner(body)
     if mode is not None:
@@ -55,3 +57,14 @@ def test_times_attended(mode: RecomputeMode | None, forwards: int, monkeypatch: 
     whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5).cos()
     for found, exact in zip(gradients, torch.autograd.grad(whole.sum(), (query, key, value)), strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(("dtype", "sums"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+def test_shapes_that_compiled_graphs_are_told(dtype: torch.dtype, sums: torch.dtype) -> None:
+    query, key = (torch.empty(3, 8, heads, 4, dtype=dtype, device="meta").requires_grad_() for heads in (6, 2))
+    borders = torch.empty(5, dtype=torch.int32, device="meta")
+    out, lse = ring.ring_attention(query, key, key, borders, borders, 0.5, "none")
+    assert (out.shape, out.dtype) == (query.shape, dtype)
+    assert (lse.shape, lse.dtype) == ((3, 6, 8), sums)
+    gradients = torch.autograd.grad(out, (query, key), torch.empty_like(out))
+    assert [(found.shape, found.dtype) for found in gradients] == [(query.shape, dtype), (key.shape, dtype)]
