@@ -128,9 +128,27 @@ class Campaign:
     """Runs, one after the other, and the records of their faults."""
 
     def __init__(
-        self, folder: Path, *, seed: int, steps: int, interval: int, kinds: Sequence[str], moments: Sequence[str]
+        self,
+        folder: Path,
+        logs: Path,
+        *,
+        seed: int,
+        steps: int,
+        interval: int,
+        kinds: Sequence[str],
+        moments: Sequence[str],
     ) -> None:
-        self.folder = folder
+        """
+        Args:
+            folder: for run directories; may be a small disk.
+            logs: for the output of commands, elsewhere: a full disk is to be the runs' trouble alone.
+            seed: of the faults.
+            steps: of each run.
+            interval: steps between checkpoints.
+            kinds: of faults.
+            moments: of faults.
+        """
+        self.folder, self._logs = folder, logs
         self.records: list[Record] = []
         self.endings: list[str] = []
         self._rng = random.Random(seed)
@@ -220,8 +238,7 @@ class Campaign:
             command = (str(FAKE_SLURM / "run_job"), env["JOB"])
             env = env | {"SLURM_RESTART_COUNT": str(self._starts)}
         mark = f"{self._name}_{self._starts}"
-        # The output lies beside the small disk: a full one is to be the run's trouble alone.
-        log = Path(tempfile.gettempdir()) / f"chaos_{mark}.log"
+        log = self._logs / f"{self._starts}.log"
         return Attempt(command, name=mark, run_dir=self.folder / name, log=log, env=env)
 
     def _compare(self, run_dir: Path) -> str:
@@ -312,12 +329,19 @@ def main() -> int:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # and clear up
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="chaos_") as name, small_disk(Path(name)) as has_disk:
+    folders = tempfile.TemporaryDirectory(prefix="chaos_"), tempfile.TemporaryDirectory(prefix="chaos_logs_")
+    with folders[0] as name, folders[1] as logs, small_disk(Path(name)) as has_disk:
         kinds = [kind for kind in args.kinds if kind != "disk full" or has_disk]
         if not has_disk:
             print("no small disk can be mounted here: none will be full", flush=True)
         campaign = Campaign(
-            Path(name), seed=args.seed, steps=args.steps, interval=args.interval, kinds=kinds, moments=args.moments
+            Path(name),
+            Path(logs),
+            seed=args.seed,
+            steps=args.steps,
+            interval=args.interval,
+            kinds=kinds,
+            moments=args.moments,
         )
         while (left := args.faults - len(campaign.records)) > 0:
             campaign.run(args.ways[len(campaign.endings) % len(args.ways)], min(left, args.faults_per_run))
