@@ -1,4 +1,4 @@
-"""What one block of a model keeps between its forward and backward pass, and needs besides in each.
+"""What one block of a model keeps between its forward and backward pass, and needs besides in the latter.
 
 Found by running the block on the meta device, where tensors have shapes and no memory: autograd itself says what it
 saves. Compiled blocks are traced and split as torch.compile does it, without generating code.
@@ -35,9 +35,6 @@ class BlockMemory:
     saved: int
     """Kept from the forward to the backward pass, the block's input included."""
 
-    forward: int
-    """At the most in the forward pass, beyond what will be kept."""
-
     backward: int
     """At the most in the backward pass, beyond what was kept and the gradient of the result."""
 
@@ -59,9 +56,9 @@ def measure_block(model: CausalLM, index: int, *, rows: int, seq_len: int, compi
     args, kwargs = _arguments(model, block, meta_batch(rows, seq_len))
     hidden, others = args[0].detach().requires_grad_(), (*args[1:], kwargs)
     trace = _compiled_trace if compiled else _eager_trace
-    saved, forward, backward = trace(block, runner, hidden, args[1:], kwargs)
+    saved, backward = trace(block, runner, hidden, args[1:], kwargs)
     context = {id(tensor): tensor.nbytes for tensor in tensors_in(others)}
-    return BlockMemory(saved=saved, forward=forward, backward=backward, context=sum(context.values()))
+    return BlockMemory(saved=saved, backward=backward, context=sum(context.values()))
 
 
 def meta_batch(rows: int, seq_len: int) -> Batch:
@@ -144,7 +141,7 @@ class _LiveBytes(TorchDispatchMode):
 
 def _eager_trace(
     block: nn.Module, runner: BlockRunner, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[int, int, int]:
+) -> tuple[int, int]:
     for module in block.modules():
         if isinstance(module, RMSNorm):
             # One kernel on CUDA; the meta device would take it apart, and each part would save its input.
@@ -154,14 +151,13 @@ def _eager_trace(
         output = runner(hidden, *args, **kwargs)
         output = output[0] if isinstance(output, tuple) else output
         saved = live.now - output.untyped_storage().nbytes()  # the result is the next block's input
-        forward = live.most - live.now
         grad = torch.empty_like(output)
         start = live.most = live.now
         output.backward(grad)
         backward = live.most - start
     for parameter in block.parameters():
         parameter.grad = None
-    return saved + hidden.nbytes, forward, backward
+    return saved + hidden.nbytes, backward
 
 
 def _fused_norm(norm: RMSNorm) -> Callable[[Tensor], Tensor]:
@@ -170,24 +166,23 @@ def _fused_norm(norm: RMSNorm) -> Callable[[Tensor], Tensor]:
 
 def _compiled_trace(
     block: nn.Module, runner: BlockRunner, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[int, int, int]:
-    forwards: list[int] = []
+) -> tuple[int, int]:
     backwards: list[int] = []
 
-    def note(extras: list[int]) -> Callable[..., Any]:
-        def compiler(module: fx.GraphModule, _: Any) -> Any:
-            extras.append(extra_bytes(module.graph))
-            return make_boxed_func(module.forward)
+    def run_forward(module: fx.GraphModule, _: Any) -> Any:
+        return make_boxed_func(module.forward)
 
-        return compiler
+    def run_backward(module: fx.GraphModule, _: Any) -> Any:
+        backwards.append(extra_bytes(module.graph))
+        return make_boxed_func(module.forward)
 
     def partition(module: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         arguments: dict[str, Any] = options | {"compiler": "inductor"}
         return min_cut_rematerialization_partition(module, inputs, **arguments)
 
     backend = aot_autograd(
-        fw_compiler=note(forwards),
-        bw_compiler=note(backwards),
+        fw_compiler=run_forward,
+        bw_compiler=run_backward,
         partition_fn=partition,
         decompositions=cast(Any, select_decomp_table),
     )
@@ -215,7 +210,4 @@ def _compiled_trace(
         advice.setLevel(level)
     for parameter in block.parameters():
         parameter.grad = None
-    total = sum(size for size, _ in saved.values())
-    # A graph's extra counts what it makes, that which is kept included.
-    forward = max(sum(forwards) - total + hidden.nbytes, 0)
-    return total, forward, max(backwards, default=0)
+    return sum(size for size, _ in saved.values()), max(backwards, default=0)

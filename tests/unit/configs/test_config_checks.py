@@ -182,6 +182,24 @@ class TestLayout:
         found = faults(model__cp="2", deployment__num_train_gpus="1", data__seq_len="48")
         assert found == {"model.cp": "1 worker is not a multiple of 2 shares of a row"}
 
+    def test_rows_are_cut_into_equal_shares(self):
+        """Rings take two chunks of a row for each rank; whatever is seen of rows counts, and only what is."""
+        val = {"val__sets": '[{"name": "b", "path": "there", "seq_lens": [16, 18]}]', "val__interval": "1"}
+        flags = val | {"model__cp": "4", "deployment__num_train_gpus": "4"}
+        why = "the ranks' shares would differ"
+        assert faults(**flags, data__seq_len="20") == {"val.sets": f"18 is not a multiple of model.cp = 4: {why}"}
+        flags |= {"model__cp_style": "ring", "val__sets": val["val__sets"].replace("18", "24")}
+        message = f"20 is not a multiple of 2 x model.cp = 8: {why}"
+        assert faults(**flags, data__seq_len="20") == {"data.seq_len": message}
+        assert sft(**flags, data__seq_len="20", max_steps="0").model.cp == 4
+        assert sft(data__seq_len="21", model__cp_style="ring").model.cp == 1
+
+    def test_networks_of_transformers_see_whole_rows(self):
+        assert faults(model__cp="2", model__impl="hf") == {
+            "model.cp": "2 needs the implementation here: the models of transformers see whole rows"
+        }
+        assert sft(model__impl="hf").model.cp == 1
+
     def test_ranks_that_share_rows_deal_none(self):
         flags = {"data__micro_batch_size": "4", "deployment__num_train_gpus": "4"}
         assert sft(**flags, data__batch_size="8", model__cp="2").ranks == 4

@@ -32,6 +32,7 @@ def run_faults(*, data: dict | None = None, optim: dict | None = None, ranks: in
         ({"ac": {"mode": "selective"}, "ac_offloading": {}}, "ac_offloading", "keeps its results on the GPU"),
         ({"optim_cpu_offload": True, "fsdp_cpu_offload": True}, "optim_cpu_offload", "part of what fsdp_cpu_offload"),
         ({"reduce_dtype": "bfloat16", "defer_grad_sync": True}, "reduce_dtype", "add up micro-batches in bfloat16"),
+        ({"reduce_dtype": "bfloat16", "defer_replicate_sync": True}, "reduce_dtype", "with defer_replicate_sync would"),
         (
             {"optimization_dtype": "bfloat16", "compute_dtype": "float32"},
             "compute_dtype",
@@ -64,6 +65,7 @@ def test_gradients_are_not_added_up_in_bfloat16():
     assert run_faults(**bf16) == {}
     assert list(run_faults(ranks=2, **bf16)) == ["model.optimization_dtype"]
     assert run_faults(ranks=4, **bf16) == {}  # one micro-batch per step
+    assert list(run_faults(ranks=4, cp=2, **bf16)) == ["model.optimization_dtype"]  # two
     assert run_faults(ranks=2, defer_grad_sync=True, **bf16) == {}
 
 

@@ -10,7 +10,9 @@ import torch
 from configs.errors import ConfigError
 from configs.sft import SFTConfig
 from trainer.data.row import Rows
-from trainer.preflight import Plan, plan_run, preflight, preflight_scoring
+from trainer.preflight import Plan, memory_lines, plan_run, preflight, preflight_scoring
+from trainer.preflight.inputs import prepare
+from trainer.preflight.memory import lever_faults
 
 _ARCH = {
     "model_type": "llama",
@@ -172,9 +174,19 @@ def test_levers_that_relieve_a_gpu_are_refused_without_one(
         preflight(_config(**model), run_dir=tmp_path, world_size=2, say=print)
     assert [fault.key for fault in of_training.value.faults] == ["model.ac_offloading", "model.fsdp_cpu_offload"]
     assert "there is no GPU here" in of_training.value.faults[0].message
+    assert list(lever_faults(_config(**model, slurm={}))) == []  # a job's nodes may
     val = {"sets": [{"name": "held", "path": str(tiny_heldout)}], "seq_lens": [8]}
     model["model"]["arch"] = _ARCH | {"vocab_size": 384}
     config = _config(**model, val=val, max_steps=0, tokenizer={"name": str(tiny_tokenizer)})
     with pytest.raises(ConfigError) as of_scoring:
         preflight_scoring(config, run_dir=tmp_path, world_size=2, say=print)
     assert [fault.key for fault in of_scoring.value.faults] == ["model.fsdp_cpu_offload"]
+
+
+def test_memory_beside_what_a_gpu_has() -> None:
+    config = _config()
+    inputs, plan = prepare(config), plan_run(config, _Rows(100), 1)
+    alone = memory_lines(config, inputs, plan)
+    assert alone[0].startswith("memory: about ") and "has" not in alone[-1]
+    assert memory_lines(config, inputs, plan, capacity=2**40) == [*alone, "memory: the GPU has 1024.0 GiB"]
+    assert memory_lines(config, inputs, plan, capacity=2**20)[-1].startswith("memory: likely not enough")

@@ -164,21 +164,37 @@ def test_the_table_adds_up(size, shown):
     ]
 
 
+def add_node(graph: fx.Graph, op, *args, size: int) -> fx.Node:
+    """A square matrix; a placeholder where `op` is None."""
+    node = graph.placeholder(f"input_{size}_{len(graph.nodes)}") if op is None else graph.call_function(op, args)
+    node.meta["val"] = torch.empty((size, size), device="meta")
+    return node
+
+
 def test_fused_tensors_take_no_memory():
     """a @ b, then relu, then sigmoid, then @ b: the ReLU is never written, its sigmoid is, over the first product."""
-    graph = fx.Graph()
-
-    def add(op, *args, size: int, name: str):
-        node = graph.call_function(op, args) if op is not None else graph.placeholder(name)
-        node.meta["val"] = torch.empty((size, size), device="meta")
-        return node
-
-    aten = torch.ops.aten
-    a, b = (add(None, size=10, name=name) for name in "ab")
-    product = add(aten.mm.default, a, b, size=10, name="product")
-    relu = add(aten.relu.default, product, size=10, name="relu")
-    sigmoid = add(aten.sigmoid.default, relu, size=10, name="sigmoid")
-    last = add(aten.mm.default, sigmoid, b, size=10, name="last")
+    graph, aten = fx.Graph(), torch.ops.aten
+    a, b = (add_node(graph, None, size=10) for _ in range(2))
+    product = add_node(graph, aten.mm.default, a, b, size=10)
+    relu = add_node(graph, aten.relu.default, product, size=10)
+    sigmoid = add_node(graph, aten.sigmoid.default, relu, size=10)
+    last = add_node(graph, aten.mm.default, sigmoid, b, size=1)
+    # The first product beside `a`, which is gone after it.
     graph.output((last,))
-    # The first product beside `a`, which is gone after it; then the second product beside the sigmoid.
     assert extra_bytes(graph) == 10 * 10 * 4
+    # `a` stays, so the second product comes in addition.
+    graph.erase_node(next(node for node in graph.nodes if node.op == "output"))
+    graph.output((last, a))
+    assert extra_bytes(graph) == 10 * 10 * 4 + 4
+
+
+def test_what_kernels_of_their_own_read_and_write_is_in_memory():
+    """Two ReLUs: one is fused into a sum, the other must be written for an operator that torch does not know."""
+    graph, aten = fx.Graph(), torch.ops.aten
+    a = add_node(graph, None, size=10)
+    fused = add_node(graph, aten.relu.default, a, size=8)
+    read = add_node(graph, aten.relu.default, a, size=6)
+    made = add_node(graph, torch.ops.oneloop.norm_outline.default, read, a, size=4)
+    total = add_node(graph, aten.sum.default, fused, made, size=2)
+    graph.output((total, a))
+    assert extra_bytes(graph) == 4 * (6 * 6 + 4 * 4)

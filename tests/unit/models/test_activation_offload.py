@@ -93,3 +93,14 @@ def test_no_hooks_without_gradients(make_model, make_batch, monkeypatch):
         model(make_batch([[16]]))
     assert sizes == []
     assert model.block_runners[0]._offload._blocks == {}
+
+
+def test_small_storages_stay(make_model, make_batch, monkeypatch):
+    """A copy of its own costs more than their memory."""
+    for least in (64, 3000):
+        model = make_model(num_hidden_layers=3)
+        sizes = offloaded(model, 1, monkeypatch)
+        monkeypatch.setattr(offload, "MIN_BYTES", least)
+        model(make_batch([[16]]))
+        assert min(sizes) >= least
+        assert (min(sizes) < 3000) == (least == 64)
