@@ -5,6 +5,7 @@ import torch
 from torch import fx
 
 from configs.model import ModelConfig
+from models.layers.block import RecomputeMode
 from models.registry import build_config, build_model
 from trainer.memory import MemoryEstimate, RankShape, estimate_memory
 from trainer.memory.block import measure_block
@@ -31,7 +32,7 @@ PARAMS = LAYERS * BLOCK + VOCAB * HIDDEN + HIDDEN
 SAVED_EAGER = 2 * (6 * HIDDEN + 2 * HIDDEN // 2 + 4 * MLP) + 4 * (2 + 4)
 
 
-def meta_model(ac: str | None = None):
+def meta_model(ac: RecomputeMode | None = None):
     with torch.device("meta"):
         model = build_model(
             build_config(ARCH, tokenizer_length=None, special_ids={}),
