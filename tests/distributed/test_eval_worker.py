@@ -56,4 +56,4 @@ def test_a_worker_on_two_ranks_scores_as_the_training_does(runner) -> None:
             )
     assert [path.name for path in (run.dir / "eval_snapshots").iterdir()] == ["final.json"]
     logs = run.dir / "eval_worker" / "logs" / "latest"
-    assert sorted(path.name for path in logs.iterdir()) == ["rank_0.log", "rank_1.log"]
+    assert sorted(path.name for path in logs.glob("*.log")) == ["rank_0.log", "rank_1.log"]
